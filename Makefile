@@ -41,8 +41,11 @@ test-strangers: $(STAMP)  ## Trainings as other people write them, plain and acc
 test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries told to be on other processors
 	$(BIN)/python tests/as_other_cpus.py $(WORKERS)
 
-# Without g++ there is no such device: what needs it is skipped, and says so.
+# Without g++, or with torch built for CUDA, there is no such device: what needs it is skipped, and says so.
 SIMULATED = PYTHONDONTWRITEBYTECODE= PYTHONPATH=tests $(BIN)/python -m pytest -p simulated_cuda.plugin -n $(WORKERS) --dist loadfile
+SIMULATED_FIRST := tests/simulated_cuda tests/data/test_pipeline_on_gpu.py tests/memory/test_offload_on_gpu.py \
+	tests/ops tests/plugin/test_out_of_memory_on_gpu.py tests/techniques/test_graphs.py \
+	tests/techniques/test_no_synchronisation.py
 
 test-simulated-gpu: $(STAMP)  ## The tests that need a GPU but none of its kernels, on a simulated one (needs g++)
 	$(SIMULATED) -m "(gpu and not needs_kernels and not slow) or simulated_gpu"

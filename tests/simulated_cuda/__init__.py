@@ -1,7 +1,7 @@
 """A CUDA device that is simulated, for tests of what a program does with one: it needs g++ and torch built for CPUs.
 
     PYTHONPATH=tests python -m simulated_cuda train.py                                   # a script
-    PYTHONPATH=tests python -m pytest -p simulated_cuda.plugin -m "gpu and not kernels"  # tests
+    PYTHONPATH=tests python -m pytest -p simulated_cuda.plugin -m "gpu and not needs_kernels"  # tests
 
 Tensors on it are ``torch.Tensor`` with a true ``is_cuda``: autocast, autograd's own thread for each device, and every
 check of devices see the device, and the processor does the arithmetic, at once and in order. What a real device would
@@ -15,6 +15,6 @@ From them come the faults that a real device shows rarely or never, :data:`simul
 Refused as on a real device, by an exception: tensors of two devices in one operation, whatever invalidates the capture
 of a graph (``captures.py``), and what does not fit in a card, whose size is settable (``card.py``).
 
-There are no kernels in it: tests that need a real one are marked ``kernels``. Nor are there cuDNN, NVML, CuPy and
+There are no kernels in it: tests that need a real one are marked ``needs_kernels``. Nor are there cuDNN, NVML, CuPy and
 Inductor, and no time is a device's own but :func:`torch.cuda._sleep`'s.
 """

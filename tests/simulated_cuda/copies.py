@@ -104,7 +104,7 @@ def finish_before(clock: Clock) -> None:
 
 def _begin(stream: Key, tick: int, tensor: torch.Tensor, expected: torch.Tensor, arriving: torch.Tensor | None) -> None:
     storage = weakref.ref(tensor.untyped_storage())
-    layout = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    layout = (int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     _UNDER_WAY.append(_HostCopy(stream, tick, storage, layout, expected, arriving))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from simulated_cuda import captures, memory, wrappers
-from simulated_cuda.operations import INDEXING, MIXING, WAITING, Operation, compute, operation
+from simulated_cuda.operations import INDEXING, MIXING, PRODUCTS, WAITING, Operation, compute, operation
 from simulated_cuda.streams import current_device, current_stream
 from simulated_cuda.transfers import copy_
 from simulated_cuda.waits import begin_wait, end_wait
@@ -77,14 +76,16 @@ class _Call:
         name = self.known.name
         if name == "aten::copy_":
             return copy_(self.args[0], self.args[1], _non_blocking(self.args, self.kwargs))
-        target = self.kwargs.get("device")
-        if name == "aten::_to_copy" and target is not None and torch.device(target) != self._cuda:
-            return self._to_other_device(torch.device(target))
+        target = self._target() if name == "aten::_to_copy" else self._cuda
+        if target != self._cuda:
+            return self._to_other_device(target)
         self._check_host_tensors()
         if name == "aten::_pin_memory":
             raise RuntimeError("cannot pin a tensor of a CUDA device: only dense CPU tensors can be pinned")
         if name == "aten::is_pinned":
             return False
+        if name in PRODUCTS and not self.args[0].is_floating_point() and not self.args[0].is_complex():
+            raise NotImplementedError(f'"addmm_cuda" not implemented for {self.args[0].dtype}')
         waits = self._waits()
         if waits:
             begin_wait(name, self._device)
@@ -93,6 +94,14 @@ class _Call:
         if waits:
             end_wait(self._device)
         return results
+
+    def _target(self) -> torch.device:
+        """Of a copy."""
+        given = self.kwargs.get("device")
+        if given is None:
+            return self._cuda
+        target = torch.device(given)
+        return torch.device("cuda", current_device()) if target.type == "cuda" and target.index is None else target
 
     @property
     def _device(self) -> int:
@@ -116,7 +125,7 @@ class _Call:
         """Computes it on the current stream, or has the stream's capture note it."""
         stream = current_stream(self._device)
         capture = None if self.known.is_view and captures.of_stream(stream) is None else captures.of_launch(stream)
-        written = [one for one in self._written(args, kwargs) if one.layout == torch.strided]
+        written = self._written(args, kwargs)
         if capture is not None:
             capture.recording.before(written)
         results = compute(self.func, args, kwargs, self._device)
@@ -165,14 +174,14 @@ class _Call:
         if alias is None:
             return wrapped(result, self._device)
         position, name, is_same = alias
-        source = self.args[position] if position < len(self.args) else self.kwargs.get(name)
+        source: Any = self.args[position] if position < len(self.args) else self.kwargs.get(name)
         if is_same and isinstance(source, Tensor):
             return source
         if not is_simulated(source):
             return wrapped(result, self._device)
         with torch.inference_mode(source.is_inference()):
             view = wrapped(result, self._device)
-        with no_dispatch(), contextlib.suppress(RuntimeError):  # other layouts have no storage
+        with no_dispatch():
             torch._functionalize_unsafe_set(view, source)
         return view
 
@@ -180,17 +189,11 @@ class _Call:
         source = self.args[0]
         dtype = self.kwargs.get("dtype") or source.dtype
         values = values_of(source)
-        if target.type == "cuda":
-            copied = wrapped(
-                torch.empty_like(values, dtype=dtype), current_device() if target.index is None else target.index
-            )
-            return copy_(copied, source, _non_blocking(self.args, self.kwargs))
-        if source.layout != torch.strided:
-            begin_wait(self.known.name, self._device)
-            end_wait(self._device)
-            return values.to(dtype, copy=True)
         is_async = _non_blocking(self.args, self.kwargs)
         layout = self.kwargs.get("memory_format") or torch.preserve_format
+        if target.type == "cuda":
+            copied = wrapped(torch.empty_like(values, dtype=dtype, memory_format=layout), target.index)
+            return copy_(copied, source, is_async)
         copied = torch.empty_like(values, dtype=dtype, memory_format=layout, pin_memory=is_async and values.numel() > 0)
         return copy_(copied, source, is_async)
 

@@ -168,7 +168,6 @@ _of_the_engine: OrderedDict[int, tuple[Mark, Key, Capture | None]] = OrderedDict
 """By number. The engine waits for its events at once: old ones are of no use."""
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
 def _on_record(event: int, device: int, stream: int) -> None:
     key = (device, stream)
     with _refusing():
@@ -177,14 +176,12 @@ def _on_record(event: int, device: int, stream: int) -> None:
             _of_the_engine.popitem(last=False)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
 def _on_wait(event: int, device: int, stream: int) -> None:
     if event in _of_the_engine:
         with _refusing():
             _wait((device, stream), *_of_the_engine[event])
 
 
-@ctypes.CFUNCTYPE(None)
 def _on_pinned_allocation() -> None:
     # Torch asks its events how far they are before it gives out pinned memory, new or not.
     with _refusing():
@@ -203,6 +200,10 @@ class _refusing:  # noqa: N801
         return True
 
 
+_ON_EVENT = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int, ctypes.c_int64)
+_CALLED_BACK = _ON_EVENT(_on_record), _ON_EVENT(_on_wait), ctypes.CFUNCTYPE(None)(_on_pinned_allocation)
+
+
 def install() -> None:
     """Has autograd's engine, and whoever allocates pinned memory, report what they do."""
-    LIBRARY.report_to(_on_record, _on_wait, _on_pinned_allocation)
+    LIBRARY.report_to(*_CALLED_BACK)

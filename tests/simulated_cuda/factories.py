@@ -52,11 +52,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     """The formula itself: torch would choose a kernel."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-    attention = torch.ops.aten._scaled_dot_product_attention_math
-    return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    attention: Any = torch.ops.aten._scaled_dot_product_attention_math
+    result: Tensor = attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[
+        0
+    ]
+    return result
 
 
-_LIBRARIES = [torch.library.Library("aten", "IMPL", key) for key in ("CUDA", "AutogradCUDA")]
+_LIBRARIES: list[Any] = [torch.library.Library("aten", "IMPL", key) for key in ("CUDA", "AutogradCUDA")]
 
 
 def install() -> None:

@@ -37,7 +37,8 @@ _REBUILD: Any = torch._utils._rebuild_tensor
 
 
 def _rebuilt(storage: Any, *layout: Any) -> Any:
-    tensor, untyped = _REBUILD(storage, *layout), _untyped(storage)
+    tensor: Any = _REBUILD(storage, *layout)
+    untyped = _untyped(storage)
     if _of_device.get(untyped._cdata) is not untyped:
         return tensor
     return wrapped(tensor, _indices[untyped._cdata])

@@ -86,8 +86,6 @@ def allocate(values: torch.Tensor, device: int) -> None:
     Raises:
         torch.OutOfMemoryError: The card is full.
     """
-    if values.layout != torch.strided:
-        return
     storage = values.untyped_storage()
     address, num_bytes = storage.data_ptr(), _rounded(storage.nbytes())
     if not address or address in BLOCKS:

@@ -126,7 +126,7 @@ _DEVICES = {
     "current_device": current_device,
     "set_device": _set_device,
     "_exchange_device": _exchange_device,
-    "_maybe_exchange_device": _exchange_device,
+    "_maybe_exchange_device": lambda index: _exchange_device(index),
     "device": _Device,
     "device_of": _DeviceOf,
     "_DeviceGuard": _Device,
@@ -146,7 +146,7 @@ _STREAMS = {
     "ExternalStream": events.ExternalStream,
     "Event": events.Event,
     "StreamContext": _StreamContext,
-    "stream": _StreamContext,
+    "stream": lambda stream: _StreamContext(stream),
     "current_stream": _stream_now,
     "default_stream": lambda device=None: Stream(device, stream_id=0),
     "set_stream": _set_stream,
@@ -159,13 +159,13 @@ _GRAPHS = {
 }
 
 _IN_C = {
-    "_cuda_getDevice": current_device,
+    "_cuda_getDevice": lambda: current_device(),
     "_cuda_setDevice": lambda index: LIBRARY.set_device(index),
     "_cuda_getDeviceCount": lambda: CARD.count,
     "_cuda_init": lambda: None,
     "_cuda_isInBadFork": lambda: False,
     "_cuda_getArchFlags": lambda: "sm_90",
-    "_cuda_isCurrentStreamCapturing": captures.is_capturing,
+    "_cuda_isCurrentStreamCapturing": lambda: captures.is_capturing(),
     "_cuda_getCurrentRawStream": lambda index=0: current_stream(index)[1],
     "_cuda_emptyCache": statistics.empty_cache,
     "_cuda_getMemoryFraction": lambda device=0: statistics.book(device).fraction,
@@ -175,13 +175,14 @@ _IN_C = {
     "_host_emptyCache": lambda: None,
 }
 
+# No two names have one function: TorchDynamo knows functions by their identity.
 _ACCELERATOR = {
     "is_available": lambda: True,
     "device_count": lambda: CARD.count,
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
-    "current_device_index": current_device,
-    "synchronize": _synchronize,
-    "current_stream": _stream_now,
+    "current_device_index": lambda: current_device(),
+    "synchronize": lambda device=None: _synchronize(device),
+    "current_stream": lambda device=None: _stream_now(device),
 }
 
 _MISSING_TYPES = ("_cuda_CUDAAllocator_AllocatorState", "_cuda_CUDAAllocator")  # named by annotations
@@ -190,7 +191,7 @@ _MISSING_TYPES = ("_cuda_CUDAAllocator_AllocatorState", "_cuda_CUDAAllocator")  
 def install() -> None:
     """Gives ``torch.cuda`` its names, and ``torch.accelerator``."""
     cuda: Any = torch.cuda
-    places = [
+    places: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
         (_DEVICES, (cuda,)),
         (_STREAMS, (cuda, cuda.streams)),
         (statistics.NAMES, (cuda, cuda.memory)),

@@ -26,6 +26,9 @@ WAITING = {
 }  # fmt: skip
 """Operations whose result's size, or the result itself, the host has to be told."""
 
+PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
+"""Operations that a device has for fractions only."""
+
 GENERATORS = [torch.Generator() for _ in range(native.MOST_DEVICES)]
 """Of random numbers: each device has its own."""
 

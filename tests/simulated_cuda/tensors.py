@@ -13,7 +13,7 @@ from simulated_cuda import memory
 from simulated_cuda.waits import begin_wait, end_wait
 from simulated_cuda.wrappers import is_simulated, of_class, set_values, values_of, wrapped
 
-_DATA = torch._C.TensorBase.data
+_DATA: Any = torch._C.TensorBase.data
 _TORCH = {
     name: getattr(Tensor, name)
     for name in (
@@ -33,14 +33,14 @@ class Storage(torch.UntypedStorage):
         return torch.device("cuda", self.index)
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
     def is_pinned(self, *_: Any) -> bool:
         return False
 
     def clone(self) -> Any:
-        return torch.UntypedStorage(self.nbytes()).copy_(self)
+        return torch.UntypedStorage(self.nbytes()).copy_(self)  # type: ignore[no-untyped-call]
 
 
 def _untyped_storage(self: Tensor) -> Any:
@@ -53,7 +53,7 @@ def _untyped_storage(self: Tensor) -> Any:
 
 def _set_(self: Tensor, source: Any = None, *layout: Any) -> Tensor:
     if not isinstance(source, Storage):
-        return _TORCH["set_"](self) if source is None else _TORCH["set_"](self, source, *layout)  # type: ignore[no-any-return]
+        return _TORCH["set_"](self) if source is None else _TORCH["set_"](self, source, *layout)
     if not is_simulated(self):
         raise RuntimeError("cannot set the storage of a tensor on device cpu to a storage on device cuda")
     values = _TORCH["set_"](torch.empty(0, dtype=self.dtype), source, *layout)
@@ -128,7 +128,7 @@ def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Any:
     values = values_of(self)
     storage, key = values.untyped_storage(), ("storage", values.untyped_storage()._cdata)
     if key not in memo:
-        memo[key] = storage.clone()
+        memo[key] = storage.clone()  # type: ignore[no-untyped-call]
     layout = values.storage_offset(), values.size(), values.stride()
     with torch.no_grad():
         copied: Any = wrapped(torch.empty(0, dtype=values.dtype).set_(memo[key], *layout), self.device.index)
@@ -206,7 +206,7 @@ def install() -> None:
     """Has tensors of the device answer as on a real one."""
     cls: Any = Tensor
     cls.data = property(lambda self: _DATA.__get__(self), _set_data)
-    nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[assignment]
+    nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
     replaced = {
         "untyped_storage": _untyped_storage, "set_": _set_, "data_ptr": _data_ptr, "__reduce_ex__": _reduce_ex,
         "__deepcopy__": _deepcopy, "__repr__": _repr, "numpy": _numpy, "tolist": _tolist, "new_tensor": _new_tensor,

@@ -16,10 +16,10 @@ _VALUES = "_simulated_values"  # the attribute that holds the processor's tensor
 class _Simulated(Tensor):
     """What a tensor of the device is made as: its class is an ordinary tensor's from then on."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return NotImplemented  # it has to be there for a tensor to be made, and is never called
 
 
@@ -54,21 +54,22 @@ def of_class(tensor: Tensor, cls: type) -> Any:
 
 def wrapped(values: Tensor, device: int) -> Tensor:
     """A tensor of the device that has these values, whose memory is entered in its book."""
+    if values.layout != torch.strided:
+        raise NotImplementedError(f"the simulated CUDA device has no tensors of layout {values.layout}")
     memory.allocate(values, device)
-    is_strided = values.layout == torch.strided
-    tensor = Tensor._make_wrapper_subclass(
+    tensor: Any = Tensor._make_wrapper_subclass(
         _Simulated,
         values.size(),
-        strides=values.stride() if is_strided else None,
-        storage_offset=values.storage_offset() if is_strided else 0,
+        strides=values.stride(),
+        storage_offset=values.storage_offset(),
         dtype=values.dtype,
-        layout=values.layout,
         device=torch.device("cuda", device),
         requires_grad=False,
     )
     set_values(tensor, values)
     tensor.__class__ = Tensor
-    return tensor
+    made: Tensor = tensor
+    return made
 
 
 class _DispatchOfClass:
@@ -97,14 +98,14 @@ def _keep_torch_function(cls: Any, **options: Any) -> None:
         cls.__torch_function__ = classmethod(_torch_function)
 
 
-_SET_DATA = torch._C.TensorBase.data.__set__
+_DATA: Any = torch._C.TensorBase.data
 
 
 def take_layout(tensor: Tensor) -> None:
     """Gives a tensor of the device the sizes and strides that its values have by now."""
     fresh = wrapped(values_of(tensor), tensor.device.index)
     with torch.no_grad():
-        _SET_DATA(tensor, fresh)
+        _DATA.__set__(tensor, fresh)
 
 
 def install(dispatch: Callable[..., Any]) -> None:
@@ -114,4 +115,4 @@ def install(dispatch: Callable[..., Any]) -> None:
     """
     cls: Any = Tensor
     cls.__torch_dispatch__ = _DispatchOfClass(dispatch)
-    cls.__init_subclass__ = classmethod(_keep_torch_function)
+    cls.__init_subclass__ = classmethod(_keep_torch_function)  # type: ignore[arg-type]

@@ -95,6 +95,10 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], device: int) -> Any:
         return func(args[0].float(), args[1], False)
     if known.name in ("aten::_softmax_backward_data", "aten::_log_softmax_backward_data") and args[3] != args[0].dtype:
         return func(args[0], args[1], args[2], args[0].dtype).to(args[3])
+    if known.name in PRODUCTS and func._overloadname == "dtype":  # of half-precision factors, summed up in another
+        (dtype,) = [given for given in args if isinstance(given, torch.dtype)]
+        operands = [one.to(dtype) if isinstance(one, torch.Tensor) else one for one in args if one is not dtype]
+        return func.overloadpacket.default(*operands, **kwargs)
     if not known.is_random:
         return func(*args, **kwargs)
     generator = GENERATORS[device]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_accel.memory.buffers import HostPool, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Mover, StreamMover, ThreadMover
+from support.gpu_sizes import on_gpu
 
 pytestmark = pytest.mark.numbers
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from simulated_cuda import device, faults, native
@@ -9,6 +11,9 @@ from simulated_cuda import device, faults, native
 UNAVAILABLE = ""
 """Why there is no device, if there is none: the tests that need it are skipped."""
 
+# Before torch is imported, which tests/conftest.py comes too late for. Two levels of threads, torch's and MKL's, may go
+# round in circles in a decomposition.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 try:
     device.install()
 except native.UnavailableError as error:

@@ -212,7 +212,7 @@ class GpuLoop:
         width = on_gpu(512, simulated=128)
         self.model = Stack(blocks=12, width=width).cuda()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        rows = on_gpu(8192, simulated=1024)
+        rows = on_gpu(8192, simulated=2048)
         self.x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).cuda()
         self.handle = accelerate(self.model, Plan(**{**PLAIN, **settings}))
 

@@ -17,7 +17,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu gpu-smoke gpu-tests gpu-bench clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu gpu-smoke gpu-tests gpu-bench clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,18 @@ test-strangers: $(STAMP)  ## Trainings as other people write them, plain and acc
 
 test-cpus: $(STAMP)  ## The tests that compare numbers, with torch's libraries told to be on other processors
 	$(BIN)/python tests/as_other_cpus.py $(WORKERS)
+
+# Without g++, or with torch built for CUDA, there is no such device: what needs it is skipped, and says so.
+SIMULATED = PYTHONDONTWRITEBYTECODE= PYTHONPATH=tests $(BIN)/python -m pytest -p simulated_cuda.plugin -n $(WORKERS) --dist loadfile
+SIMULATED_FIRST := tests/simulated_cuda tests/data/test_pipeline_on_gpu.py tests/memory/test_offload_on_gpu.py \
+	tests/ops tests/plugin/test_out_of_memory_on_gpu.py tests/techniques/test_graphs.py \
+	tests/techniques/test_no_synchronisation.py
+
+test-simulated-gpu: $(STAMP)  ## The tests that need a GPU but none of its kernels, on a simulated one (needs g++)
+	$(SIMULATED) -m "(gpu and not needs_kernels and not slow) or simulated_gpu"
+
+test-simulated-gpu-first: $(STAMP)  ## Of these the simulated device's own, a newcomer's path, and some of each kind (two minutes)
+	$(SIMULATED) -m "(gpu and not needs_kernels and not slow) or simulated_gpu" $(SIMULATED_FIRST)
 
 # Chromium is the system's: there is none on PyPI. Without one the tests in it are skipped, and say so.
 test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a real browser (installs them; Chromium is yours to)

@@ -36,6 +36,7 @@ _OTHERS_VARIABLES = {
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_ORDER",  # by Lightning, before it asks NVML
     "MASTER_ADDR",
     "MASTER_PORT",
     "NODE_RANK",

@@ -264,6 +264,7 @@ def test_nvml_is_let_go_of_after_an_exception(make_trainer: Any, nvml: Simulated
     assert nvml.opened == 0
 
 
+@pytest.mark.needs_kernels("NVML")
 @pytest.mark.gpu
 def test_a_real_card_answers(make_trainer: Any) -> None:
     pytest.importorskip("pynvml")

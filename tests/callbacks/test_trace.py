@@ -180,6 +180,7 @@ def test_memory_is_kept_while_a_gpu_is_traced_and_no_longer(make_trainer: Any, m
     assert pickle.loads(traces.files[1].read_bytes()) == {"device_traces": [[]], "at": [True]}
 
 
+@pytest.mark.needs_kernels("kernels in torch's profiler")
 @pytest.mark.gpu
 def test_a_gpu_has_its_kernels_and_its_memory_traced(make_trainer: Any) -> None:
     traces = TraceCallback(steps=[5, 6])

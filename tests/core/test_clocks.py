@@ -7,6 +7,7 @@ import torch
 
 from lightning_accel.core import clocks as _clocks
 from lightning_accel.core.clocks import EventClock, StepClock, clock_for
+from support.gpu_sizes import on_gpu
 from support.simulated_device import SimulatedDevice
 
 
@@ -240,7 +241,8 @@ def test_a_pause_within_a_cycle_does_nothing(host_ms: list[float]) -> None:
 def test_cuda_events_time_the_device_without_synchronising() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     clock = clock_for(device)
-    x = torch.randn(2048, 2048, device=device)
+    size = on_gpu(2048, simulated=64)
+    x = torch.randn(size, size, device=device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

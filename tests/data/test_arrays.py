@@ -242,6 +242,7 @@ def cupy() -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("CuPy")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])
 def test_on_a_gpu_pointers_are_equal_both_ways(cupy: Any, dtype: torch.dtype) -> None:
     tensor = torch.zeros(4, 6, device=CUDA, dtype=dtype)[1:, ::2]
@@ -277,6 +278,7 @@ EVERY_KIND: list[list[Transform]] = [
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("CuPy")
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("transforms", EVERY_KIND, ids=names)
 def test_on_a_gpu_every_transform_gives_what_numpy_gives(cupy: Any, transforms: list[Transform], fuse: bool) -> None:
@@ -291,6 +293,7 @@ def test_on_a_gpu_every_transform_gives_what_numpy_gives(cupy: Any, transforms: 
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("CuPy")
 def test_on_a_gpu_cupy_s_memory_is_torch_s_and_its_stream_torch_s_current_one(cupy: Any) -> None:
     seen: dict[str, int] = {}
 
@@ -313,6 +316,7 @@ def test_on_a_gpu_cupy_s_memory_is_torch_s_and_its_stream_torch_s_current_one(cu
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("CuPy")
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
 def test_on_a_gpu_cupy_s_own_allocator_stream_and_device_are_restored(cupy: Any, error: Any) -> None:
     def fail(xp: Any, images: Any) -> Any:
@@ -330,6 +334,7 @@ def test_on_a_gpu_cupy_s_own_allocator_stream_and_device_are_restored(cupy: Any,
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("CuPy")
 @pytest.mark.parametrize("transforms", EVERY_KIND, ids=names)
 def test_on_a_gpu_nothing_waits_for_the_device(cupy: Any, transforms: list[Transform]) -> None:
     """Torch raises at its own waits; for CuPy's, the stream is kept busy, and has to be so afterwards."""
@@ -349,6 +354,7 @@ def test_on_a_gpu_nothing_waits_for_the_device(cupy: Any, transforms: list[Trans
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("CuPy")
 @pytest.mark.parametrize("transforms", EVERY_KIND, ids=names)
 def test_on_a_gpu_results_are_torch_s_own_tensors_and_outlive_the_chain(cupy: Any, transforms: list[Transform]) -> None:
     batch = torch.randint(0, 256, (6, 3, 16, 14), dtype=torch.uint8, device=CUDA), torch.arange(6, device=CUDA)

@@ -28,7 +28,7 @@ from support.single_pass_cases import (
     views,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.needs_kernels("CuPy compiles them")]
 
 
 @pytest.fixture

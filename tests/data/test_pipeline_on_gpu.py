@@ -107,6 +107,7 @@ def test_a_batch_dropped_while_it_is_in_use_keeps_its_memory(depth: int, no_sync
     assert [(copy.min().item(), copy.max().item()) for copy in copies] == [(2.0 * i, 2.0 * i) for i in range(12)]
 
 
+@pytest.mark.needs_kernels("DLPack shows others a device's memory")
 def test_a_view_through_dlpack_keeps_the_memory_that_was_copied_for_it() -> None:
     """What preprocessing hands on may be memory whose owner torch does not know, as CuPy's arrays are."""
     through = Transform(lambda batch: torch.from_dlpack(batch.__dlpack__(stream=-1)))

@@ -84,6 +84,7 @@ def test_on_a_cpu_there_is_no_such_part(tmp_path: Path) -> None:
     assert IDLE not in read_record(tmp_path).parts_ms()
 
 
+@pytest.mark.needs_kernels("a device's own time")
 @pytest.mark.gpu
 def test_a_gpu_that_gets_short_kernels_waits_for_its_host(tmp_path: Path) -> None:
     fit(Model(), loader(STEPS), logger=Folder(tmp_path), accelerator="gpu")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_accel.memory.buffers import HostPool, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Mover, StreamMover, ThreadMover
+from support.gpu_sizes import on_gpu
 
 pytestmark = pytest.mark.numbers
 
@@ -164,7 +165,8 @@ def test_copies_of_a_gpu_wait_for_what_computes_their_bytes(kind: type[StreamMov
     device = torch.device("cuda")
     pool = HostPool(pinned=True) if kind is StreamMover else SpillFile()
     mover = kind(device)
-    a = torch.randn(4096, 4096, device=device)
+    size = on_gpu(4096, simulated=256)
+    a = torch.randn(size, size, device=device)
     flights = []
     for number in range(8):
         product = a @ a
@@ -176,7 +178,7 @@ def test_copies_of_a_gpu_wait_for_what_computes_their_bytes(kind: type[StreamMov
         flights.append((number, region))
     for number, region in reversed(flights):
         back = mover.land(mover.back(region, region.size, device))
-        assert bool((back[: 4096 * 4096] == number).all())
+        assert bool((back[: size * size] == number).all())
     mover.close()
     pool.close()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.saved import saving
+from support.gpu_sizes import on_gpu
 from support.memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, wave
 
 pytestmark = pytest.mark.numbers
@@ -29,7 +30,7 @@ def test_a_gpu_computes_the_very_same_gradients(to: str, depth: int, gpu: torch.
     offloader = make(to, device=gpu)
     offloader.prefetch_depth = depth
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(12))).to(gpu)
-    x = torch.randn(4096, 1024, device=gpu)
+    x = torch.randn(on_gpu(4096, simulated=256), 1024, device=gpu)
     expected = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
     for _ in range(5):
         with saving(offloader, model):
@@ -56,7 +57,7 @@ def test_a_gpu_is_never_waited_for(gpu: torch.device, make: Make) -> None:
 @pytest.mark.gpu
 def test_the_peak_of_a_gpu_is_that_of_a_few_tensors(gpu: torch.device, make: Make) -> None:
     def peak(offloader: Offloader | None) -> int:
-        x = torch.randn(16 << 20, device=gpu, requires_grad=True)
+        x = torch.randn(on_gpu(16 << 20, simulated=1 << 20), device=gpu, requires_grad=True)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
@@ -96,7 +97,7 @@ def test_while_a_cuda_graph_is_recorded_nothing_moves_and_that_is_said_once(gpu:
 @pytest.mark.gpu
 def test_tensors_of_another_stream_are_safe(gpu: torch.device, make: Make) -> None:
     offloader = make(device=gpu)
-    x = torch.randn(8 << 20, device=gpu, requires_grad=True)
+    x = torch.randn(on_gpu(8 << 20, simulated=1 << 19), device=gpu, requires_grad=True)
     expected = torch.autograd.grad(wave(x, 20).sum(), x)[0]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_accel.ops import nonzeros
 from lightning_accel.ops.sparse import density, sparse_relu, to_coo, to_csr
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.needs_kernels("sparse tensors, which cannot be wrapped")]
 
 CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "to_csr": (to_csr, lambda x: x.to_sparse_csr()),

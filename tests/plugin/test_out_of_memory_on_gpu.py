@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.report import AccelWarning
+from support.gpu_sizes import on_gpu
 from support.plugin.memory_runs import Batches, Deep, Flat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.numbers]
 
-SMALL, LARGE = 1024, 1 << 17  # samples; a block keeps some 3 KiB for each
-GIB = 1 << 30
+PART = on_gpu(1, simulated=16)
+SMALL, LARGE = 1024 // PART, (1 << 17) // PART  # samples; a block keeps some 3 KiB for each
+GIB = (1 << 30) // PART
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from support.scripts import SUPPORT
 from support.strategies.gpu_runs import RUNS, STRATEGIES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.needs_kernels("NCCL")]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from lightning_accel.memory.buffers import OffloadingError
 from lightning_accel.techniques.activation_offloading import DEPTHS, ActivationOffloading, DepthSearch, OffloadingPlan
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
+from support.gpu_sizes import on_gpu
 from support.models import TASKS, Task
 
 pytestmark = pytest.mark.numbers
@@ -241,7 +242,7 @@ def test_measuring_never_waits_for_the_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))).to(device)
     technique = ActivationOffloading(OffloadingPlan(), model, device)
-    x = torch.randn(4096, 1024, device=device)
+    x = torch.randn(on_gpu(4096, simulated=256), 1024, device=device)
     for step in range(40):
         torch.cuda.set_sync_debug_mode("error" if step > 5 else "default")
         try:
@@ -252,6 +253,6 @@ def test_measuring_never_waits_for_the_gpu() -> None:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     with technique.step("train"):
-        pass
+        model(x)
     assert "(measured)" in technique.notes.status
     technique.close()

@@ -223,6 +223,7 @@ def test_what_is_held_beyond_the_peak_is_asked_of_the_runs_device_not_of_the_cur
     assert engine.report.refused("allocator")[""].startswith("5.0 MiB of CUDA memory")
 
 
+@pytest.mark.needs_kernels("a driver's virtual memory")
 @pytest.mark.gpu
 def test_segments_of_cuda_memory_expand_where_cuda_starts_so(tmp_path: Path) -> None:
     program = """

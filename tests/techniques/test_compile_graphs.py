@@ -245,6 +245,7 @@ def test_undone_the_model_is_what_it_was() -> None:
 # -- on a GPU ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_kernels("Inductor")
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu_compiled_blocks_are_replayed_and_train_the_same() -> None:

@@ -273,6 +273,7 @@ def _kernels(call: Callable[[], object]) -> int:
     return sum(event.count for event in profiler.key_averages())
 
 
+@pytest.mark.needs_kernels("cuDNN")
 @pytest.mark.gpu
 def test_a_shape_that_has_run_already_is_timed_all_the_same() -> None:
     """By plans of its own: without them torch would go on with what it has for that shape."""

@@ -207,6 +207,7 @@ def test_machines_without_the_format_are_told(host: Host, reason: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.needs_kernels("8-bit products, which are tried for their speed")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", ["off", "on"])
 def test_large_layers_on_a_card_are_tried_and_train(recipe: str, compiled: str) -> None:

@@ -343,6 +343,7 @@ def test_with_a_compiler_the_way_to_its_own_graphs_is_named() -> None:
 # -- on a GPU ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_kernels("the profiler counts a driver's launches")
 @pytest.mark.gpu
 def test_on_a_gpu_a_step_launches_a_graph_for_each_block_and_trains_the_same() -> None:
     torch.manual_seed(0)

@@ -362,7 +362,9 @@ def test_compiled_code_is_compiled_once_for_each_side() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("value", "off_by"), [("off", 2**-20), ("high", 2**-9)])
+@pytest.mark.parametrize(
+    ("value", "off_by"), [("off", 2**-20), pytest.param("high", 2**-9, marks=pytest.mark.needs_kernels("TF32"))]
+)
 def test_products_on_a_card_are_as_exact_as_that(value: str, off_by: float) -> None:
     """TF32 rounds to 11 bits, float32 to 24; sums of 512 such products are off by the like of one of them."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelWarning, Plan, accelerate
 from lightning_accel.memory.schedule import FixedMemory
+from support.gpu_sizes import on_gpu
 from support.techniques.memory_budget_cases import PLAIN, SETTLED, Block, Loop, Stack, budget, handles_are_undone, plain
 
 pytestmark = pytest.mark.numbers
@@ -208,9 +209,11 @@ class GpuLoop:
 
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(1)
-        self.model = Stack(blocks=12, width=512).cuda()
+        width = on_gpu(512, simulated=128)
+        self.model = Stack(blocks=12, width=width).cuda()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.x = torch.randn(8192, 512, generator=torch.Generator().manual_seed(0)).cuda()
+        rows = on_gpu(8192, simulated=2048)
+        self.x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).cuda()
         self.handle = accelerate(self.model, Plan(**{**PLAIN, **settings}))
 
     def step(self) -> float:

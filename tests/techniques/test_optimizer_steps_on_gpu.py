@@ -53,6 +53,7 @@ def test_it_trains_as_torchs_own_steps_through_every_switch(make: Any, dtype: to
     assert_same_training(loop, plain, tolerance)
 
 
+@pytest.mark.needs_kernels("kernels in torch's profiler")
 def test_a_fused_step_launches_fewer_kernels_than_torchs_own() -> None:
     plain, loop = on_gpu(AdamW, "off"), on_gpu(AdamW, "fused")
     for each in (plain, loop):

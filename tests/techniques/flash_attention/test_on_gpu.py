@@ -239,6 +239,7 @@ def peak_bytes(step: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+@pytest.mark.needs_kernels("a fused kernel keeps no scores")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_peak_of_every_kernel_grows_with_the_length(name: str, is_causal: bool) -> None:
@@ -254,6 +255,7 @@ def test_the_peak_of_every_kernel_grows_with_the_length(name: str, is_causal: bo
     assert peaks[1] < 6 * peaks[0]  # four times; sixteen if it were the square
 
 
+@pytest.mark.needs_kernels("a fused kernel keeps no scores")
 def test_the_peak_of_a_fused_module_grows_with_the_length_and_that_of_the_original_with_its_square() -> None:
     module = FOUND["at_sign"]().to(DEVICE)
     lengths = (1024, 4096)

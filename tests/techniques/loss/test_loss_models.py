@@ -19,6 +19,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.spread import deviation
 from lightning_accel.engine import Engine
 from lightning_accel.techniques.loss import technique
+from support.gpu_sizes import on_gpu
 from support.huggingface_models import VOCABULARY, tiny_models
 from support.loss_models import LanguageModel, of_handle, start
 from support.scripts import SUPPORT, run_script
@@ -188,7 +189,7 @@ def test_sharded_over_processes_it_is_not_there_and_says_why() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu_numbers_are_within_the_spread_and_logits_never_there(dtype: torch.dtype) -> None:
-    vocabulary, width, tokens = 32768, 256, 16384
+    vocabulary, width, tokens = on_gpu(32768, simulated=4096), on_gpu(256, simulated=64), on_gpu(16384, simulated=4096)
     torch.manual_seed(0)
     head = nn.Linear(width, vocabulary, bias=False, device="cuda")
     rows = torch.randn(tokens, width, device="cuda", requires_grad=True)

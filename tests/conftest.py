@@ -48,7 +48,6 @@ _OTHERS_VARIABLES = {
     "TRITON_PTXAS_PATH",
     "KINETO_LOG_LEVEL",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "CUDA_DEVICE_ORDER",
     "OMP_NUM_THREADS",
     "KMP_DUPLICATE_LIB_OK",  # by scikit-learn, when it is imported
     "KMP_INIT_AT_FORK",

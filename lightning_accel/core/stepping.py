@@ -9,6 +9,7 @@ CPU, torch 2.11 to 2.13), so that all of them are looked at before every step th
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -16,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.adagrad import adagrad
 
 Way = Literal["fused", "foreach"]
 Group = dict[str, Any]
@@ -106,12 +106,12 @@ def has_fused(kind: type[Optimizer], device_type: str, dtype: torch.dtype) -> bo
 
 @functools.cache
 def _has_fused_adagrad(device_type: str) -> bool:
-    """On CUDA it is younger than the others. No optimizer is made to find out, whose hooks somebody could see."""
-    parameter, gradient, total = (torch.zeros(1, device=device_type) for _ in range(3))
-    steps = [torch.zeros((), device=device_type)]
-    settings: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "lr_decay": 0.0, "eps": 1.0, "maximize": False}
+    """On CUDA it is younger than the others: torch 2.11 has the kernel, and no optimizer that takes it."""
+    parameter = nn.Parameter(torch.zeros(1, device=device_type))
+    parameter.grad = torch.zeros_like(parameter)
     try:
-        adagrad([parameter], [gradient], [total], steps, fused=True, **settings)
+        with torch.no_grad():
+            inspect.unwrap(Adagrad.step)(Adagrad([parameter], fused=True))  # without the hooks that somebody could see
     except (RuntimeError, TypeError):
         return False
     return True

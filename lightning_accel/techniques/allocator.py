@@ -198,7 +198,7 @@ class AllocatorTechnique(Technique):
         self._is_kept = choice != OFF
 
     def _say_what_segments_cost(self) -> None:
-        self.watches_on = False
+        self.watches_on, self.notes.status = False, ""
         index = self._cuda_index
         unused = torch.cuda.max_memory_reserved(index) - torch.cuda.max_memory_allocated(index)
         self.notes.refuse(

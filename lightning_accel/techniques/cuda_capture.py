@@ -59,6 +59,7 @@ class _Captured:
         self._graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
         device = tensors[-1].device
         pool = torch.cuda.graph_pool_handle()
+        outside = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.enable_grad():
             for _ in range(_WARM_UPS):
@@ -69,7 +70,8 @@ class _Captured:
             torch.cuda.empty_cache()  # a capture gives nothing back when memory is short
             with _capturing(self._graphs[0], pool, device):
                 results = function(*self._inputs)
-            self._given = [torch.zeros_like(output) for output in _differentiable(results)]
+            with torch.cuda.stream(outside):  # which will write to it
+                self._given = [torch.zeros_like(output) for output in _differentiable(results)]
             with _capturing(self._graphs[1], pool, device):
                 self._returned = self._gradients(results, self._given)
         self.is_differentiable = [output.requires_grad for output in tensors_in(results)]

@@ -14,21 +14,26 @@ import torch
 from torch import nn
 from typing_extensions import Self, override
 
+from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.notes import Notes
 from lightning_accel.techniques.registry import register
 
 CudnnBenchmarkSetting = Literal["auto", "on", "off"]
 
-REPEATED_ON_TRIAL = 3
-"""So many batches of one shape have come before it is timed in a run that finds out what that gains."""
+REPEATED = 3
+"""So many batches of one shape have come before it is timed."""
 
-REPEATED_UNTRIED = 50
-"""The same in a run that does not: timing the kernels of a network takes as long as many a step."""
+LEAST_SHARE = 0.1
+"""Of all batches, which one shape has to make up: else what its timing takes never comes back."""
+
+TIMING_S = 1.0
+"""What timing takes for each convolution and each shape of batches: 9.3 s for nine, in bfloat16 on an H100."""
 
 MANY_SHAPES = 1000  # of which none repeats often: their counts begin anew
 
@@ -93,6 +98,32 @@ def _set(flags: tuple[bool, ...]) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags
 
 
+class CudnnTiming:
+    """The step in which kernels are timed, as live trials ask for it (:class:`~lightning_accel.techniques.arms.Setup`).
+
+    Args:
+        num_convolutions: Modules of the model.
+        notes: Where it is said that it was not worth its time.
+    """
+
+    def __init__(self, num_convolutions: int, notes: Notes) -> None:
+        self._expected_s = TIMING_S * num_convolutions
+        self._notes = notes
+        self._began = 0.0
+
+    def expected_s(self) -> float:
+        return self._expected_s
+
+    def begin(self, may_take_s: float) -> None:
+        self._began = perf_counter()
+
+    def end(self) -> float | None:
+        return perf_counter() - self._began  # the host times kernels, and waits for each
+
+    def decline(self, reason: str) -> None:
+        self._notes.status = reason
+
+
 @register(
     "cudnn_benchmark",
     settings=CudnnBenchmarkPlan,
@@ -119,8 +150,8 @@ class CudnnBenchmark(Technique):
         self._is_auto = setting == "auto"
         self._patch: CudnnBenchmarkPatch | None = None
         self._seen: Counter[tuple[torch.Size, ...]] = Counter()
-        self._least = REPEATED_UNTRIED
-        self._is_wanted = True
+        self._num_convolutions = 0
+        self._is_wanted = False  # until live trials ask for it: timing takes as long as hundreds of steps
         self._when = "for batches whose shapes repeat" if self._is_auto else "for every shape"
 
     @classmethod
@@ -143,9 +174,10 @@ class CudnnBenchmark(Technique):
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+        self._num_convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
         if torch.backends.cudnn.benchmark:
             yield Refusal("", "torch.backends.cudnn.benchmark is True already")
-        elif self._is_auto and not any(isinstance(module, CONVOLUTIONS) for module in model.modules()):
+        elif self._is_auto and not self._num_convolutions:
             yield Refusal("", "this model has no convolutions")
         else:
             change = f"kernels of convolutions → timed, {self._when}"
@@ -154,9 +186,10 @@ class CudnnBenchmark(Technique):
 
     @override
     def batch(self, batch: Any, stage: str) -> Any:
-        if self._is_auto and self._patch is not None and self._is_wanted:
+        if self._is_auto and self._patch is not None:
             shapes = tuple(tensor.shape for tensor in tensors_in(batch))
-            self._patch.switch(self._seen[shapes] >= self._least)
+            repeats = self._seen[shapes] >= max(REPEATED, LEAST_SHARE * self._seen.total())
+            self._patch.switch(self._is_wanted and repeats)
             self._seen[shapes] += 1
             if len(self._seen) > MANY_SHAPES:
                 self._seen.clear()
@@ -165,12 +198,10 @@ class CudnnBenchmark(Technique):
     @override
     def arms(self) -> Iterator[Arm]:
         if self._is_auto and self._patch is not None:
-            # The turn after a switch pays for the timing, the first time.
-            yield Arm(self.name, ("on",), self._choose, settle=1)
+            yield Arm(self.name, ("on",), self._choose, settle=1, setup=CudnnTiming(self._num_convolutions, self.notes))
 
     def _choose(self, choice: str) -> None:
         assert self._patch is not None
-        self._least = REPEATED_ON_TRIAL
         self._is_wanted = choice != OFF
         if not self._is_wanted:
             self._patch.switch(False)

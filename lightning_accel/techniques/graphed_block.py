@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import no_cast_cache
-from lightning_accel.core.snapshot import Snapshot, random_streams
+from lightning_accel.core.snapshot import Snapshot, Stream, random_streams
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
-from lightning_accel.core.torch_private.modes import has_modes
+from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules, parts_of
 from lightning_accel.core.tree import leaves, map_tensors, tensors_in
 from lightning_accel.core.trial import one_line
@@ -63,18 +62,14 @@ class GraphedBlock:
         if is_paused:
             self._graphed = None
 
-    @staticmethod
-    def may_replay() -> bool:
-        """Whether calls are such as a replay can stand in for: they go backward, and nobody sees what is in them."""
-        return torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
-
     def call(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> Any:
         """The block's forward: ``original(*args, **kwargs)``, or a replay of it.
 
         Raises:
             NotCapturedError: It can never be replayed, or not any more; nothing was computed.
         """
-        if self.is_paused or self._is_capturing or not self.may_replay():
+        may_replay = torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
+        if self.is_paused or self._is_capturing or not may_replay:
             return original(*args, **kwargs)
         if self._graphed is None:
             self.capture(args, kwargs)
@@ -113,11 +108,13 @@ class GraphedBlock:
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))]
         function = self._function(args, kwargs, len(inputs))
         before = Snapshot(self._block)
-        streams = [(write, read()) for read, write in random_streams(device_of(self._block)).values()]
+        random = random_streams((*inputs, *self._held)[0].device)
+        streams = [(write, read()) for read, write in random.values()]
         self._is_capturing = True
         try:
-            with no_cast_cache():
-                self._rehearse(function, inputs, before)
+            # Who watches this call, or what it saves, is not to be in the graph: a call that is watched is no replay.
+            with no_cast_cache(), without_dispatch_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                self._rehearse(function, inputs, before, random)
                 self._graphed = self._capture(function, (*inputs, *self._parameters))
         except NotCapturedError:
             raise
@@ -156,9 +153,8 @@ class GraphedBlock:
         if len(kinds) > 1:
             raise NotCapturedError(f"computes on {', '.join(sorted(map(str, kinds)))}, and a graph on one device")
 
-    def _rehearse(self, function: Forward, inputs: list[Tensor], before: Snapshot) -> None:
+    def _rehearse(self, function: Forward, inputs: list[Tensor], before: Snapshot, streams: dict[str, Stream]) -> None:
         """Runs once, and refuses what a replay would leave out."""
-        streams = random_streams(device_of(self._block))
         states = {name: read() for name, (read, _) in streams.items() if name.startswith("torch")}
         buffers = {name: id(buffer) for name, buffer in self._block.named_buffers()}
         outputs = function(*inputs, *self._parameters)
@@ -197,6 +193,10 @@ class GraphedBlock:
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
         )
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
 
 
 @dataclass(eq=False)

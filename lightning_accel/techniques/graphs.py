@@ -128,8 +128,8 @@ class Graphs(Technique):
             [patch for patch in patches if isinstance(patch, GraphPatch)],
             lambda patch: patch.block,
             lambda patch, args, kwargs: _tried(patch.block, patch.graphed, args, kwargs),
-            unseen="no call on the second step went backward unseen by modes and hooks: not tried",
-            when=lambda patch: patch.graphed.may_replay(),
+            unseen="not called with gradients on the second step, so not tried",
+            when=lambda patch: torch.is_grad_enabled(),
         )
 
     @override

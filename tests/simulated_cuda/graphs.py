@@ -34,6 +34,21 @@ class _Step:
     results: list[Any]  # tensors, while it is captured; then their slots
 
 
+class _Memory:
+    """Where a result of the capture lies, while anybody holds that memory, if by another tensor."""
+
+    def __init__(self, number: int, result: Tensor) -> None:
+        self.number = number
+        self._storage = weakref.ref(result.untyped_storage())
+        self._dtype = result.dtype
+        self._place = result.storage_offset(), result.size(), result.stride()
+
+    def tensor(self) -> Tensor | None:
+        """The result; None where nobody holds it any more."""
+        storage = self._storage()
+        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+
+
 @dataclass
 class Recording:
     """Operations on the tensors that stand for a device's, in order.
@@ -47,7 +62,7 @@ class Recording:
     steps: list[_Step] = field(default_factory=list)
     originals: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)
-    alive: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
+    alive: list[_Memory] = field(default_factory=list)
     reads: set[int] = field(default_factory=set)
     num_slots: int = 0
 
@@ -87,7 +102,7 @@ class Recording:
                 results.append(_Slot(slots[id(one)]) if id(one) in slots else None)
             step.results = results
         self.num_slots = len(made)
-        self.alive = [(number, weakref.ref(one)) for number, one in made]
+        self.alive = [_Memory(number, one) for number, one in made]
         made_here = [one for _, one in made if memory.address_of(one) in self.own]
         made.clear()
         for tensor in made_here:
@@ -105,13 +120,14 @@ class Recording:
             ):
                 if slot is not None:
                     values[slot.number] = one
-        for number, alive in self.alive:
-            if (target := alive()) is not None and target.data_ptr() != values[number].data_ptr():
-                target.copy_(values[number])
+        for memory_of_it in self.alive:
+            target, value = memory_of_it.tensor(), values[memory_of_it.number]
+            if target is not None and target.data_ptr() != value.data_ptr():
+                target.copy_(value)
 
     def written(self) -> set[int]:
         """Addresses that a replay writes to."""
-        targets = [target for _, alive in self.alive if (target := alive()) is not None]
+        targets = [target for one in self.alive if (target := one.tensor()) is not None]
         return {address for one in targets if (address := memory.address_of(one)) in self.own} | set(self.originals)
 
 
@@ -155,7 +171,7 @@ class CUDAGraph:
         memory.used_by_kernel("a replayed graph", stream, self._recording.reads - written, written)
 
     def reset(self) -> None:
-        self._recording = None
+        self._recording = self._capture = None
 
     def pool(self) -> captures.Pool:
         return self._pool

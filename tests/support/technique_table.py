@@ -215,8 +215,7 @@ def make_small_models_do(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "FEWEST_CLASSES", 11)
     monkeypatch.setattr(loss, "SMALLEST_BYTES", 0)
     monkeypatch.setattr(allocator, "LEAST_FAULTS", 0)
-    for limit in ("REPEATED_UNTRIED", "REPEATED_ON_TRIAL"):
-        monkeypatch.setattr(cudnn_benchmark, limit, 1)
+    monkeypatch.setattr(cudnn_benchmark, "REPEATED", 1)
     if row.host is CARD:
         monkeypatch.setitem(Graphs.__init__.__kwdefaults__, "capture", SimulatedGraphs().capture)
         monkeypatch.setattr(float8, "configuration", functools.partial(_emulated, float8.configuration))

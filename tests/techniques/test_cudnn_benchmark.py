@@ -5,6 +5,7 @@ The card is simulated where there is none: torch's switches are the process's, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,8 +18,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.techniques.cudnn_benchmark import (
     MANY_SHAPES,
-    REPEATED_ON_TRIAL,
-    REPEATED_UNTRIED,
+    REPEATED,
+    TIMING_S,
     CudnnBenchmark,
     CudnnBenchmarkSetting,
 )
@@ -70,7 +71,7 @@ def on_trial(handle: Handle) -> None:
 def test_a_shape_is_timed_once_it_has_repeated() -> None:
     handle = started()
     on_trial(handle)
-    assert seen(handle, *[4] * (REPEATED_ON_TRIAL + 2)) == [False] * REPEATED_ON_TRIAL + [True, True]
+    assert seen(handle, *[4] * (REPEATED + 2)) == [False] * REPEATED + [True, True]
     handle.undo()
 
 
@@ -96,14 +97,38 @@ def test_a_new_shape_among_repeated_ones_runs_as_it_would_have() -> None:
 def test_buckets_of_a_few_shapes_are_timed_each() -> None:
     handle = started()
     on_trial(handle)
-    seen(handle, *[4, 6, 8] * REPEATED_ON_TRIAL)
+    seen(handle, *[4, 6, 8] * REPEATED)
     assert all(seen(handle, 8, 4, 6, 6))
     handle.undo()
 
 
-def test_a_run_too_short_for_trials_waits_longer() -> None:
+def test_a_shape_that_comes_once_in_a_while_is_not_timed_however_often_that_was() -> None:
+    """Nine convolutions took nine seconds on an H100."""
     handle = started()
-    assert seen(handle, *[4] * (REPEATED_UNTRIED + 1)) == [False] * REPEATED_UNTRIED + [True]
+    on_trial(handle)
+    timed = [seen(handle, *[4] * 19, 3) for _ in range(20)]
+    assert all(every[-2] for every in timed)
+    assert not any(every[-1] for every in timed)
+    handle.undo()
+
+
+def test_a_run_too_short_for_trials_times_nothing() -> None:
+    handle = started()
+    assert not any(seen(handle, *[4] * 100))
+    handle.undo()
+
+
+def test_what_the_timing_takes_is_told_beforehand_and_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = started()
+    [arm] = handle.engine.arms()
+    assert arm.setup is not None
+    assert arm.setup.expected_s() == TIMING_S * 5
+    now = itertools.count(10.0, 1.5)
+    monkeypatch.setattr("lightning_accel.techniques.cudnn_benchmark.perf_counter", lambda: next(now))
+    arm.setup.begin(5.0)
+    assert arm.setup.end() == 1.5
+    arm.setup.decline("no time")
+    assert handle.engine.technique(CudnnBenchmark).notes.status == "no time"
     handle.undo()
 
 
@@ -132,7 +157,7 @@ def test_by_name_it_is_on_at_once_for_every_shape() -> None:
 def test_on_a_cpu_it_is_not_to_be_had_and_nobody_is_warned() -> None:
     handle = started(host=CPU)
     assert "cuDNN is NVIDIA's" in handle.report.of("cudnn_benchmark").status
-    assert not any(seen(handle, *[4] * (REPEATED_UNTRIED + 2)))
+    assert not any(seen(handle, *[4] * (50)))
     handle.undo()
 
 
@@ -167,7 +192,7 @@ def test_a_deterministic_run_never_has_it(setting: CudnnBenchmarkSetting, determ
             handle = started(setting)
     else:
         handle = started(setting)
-    assert not any(seen(handle, *[4] * (REPEATED_UNTRIED + 2)))
+    assert not any(seen(handle, *[4] * (50)))
     handle.undo()
 
 
@@ -220,7 +245,7 @@ def test_a_second_run_begins_as_the_first_did() -> None:
     for _ in range(2):
         handle = started()
         on_trial(handle)
-        assert seen(handle, *[4] * (REPEATED_ON_TRIAL + 1))[-1]
+        assert seen(handle, *[4] * (REPEATED + 1))[-1]
         handle.undo()
         assert in_force() == OFF
 
@@ -287,7 +312,7 @@ def test_a_shape_that_has_run_already_is_timed_all_the_same() -> None:
         loss.backward()
 
     on_trial(handle)
-    for _ in range(REPEATED_ON_TRIAL):
+    for _ in range(REPEATED):
         step()
     with_timing, settled = _kernels(step), _kernels(step)
     assert with_timing > settled

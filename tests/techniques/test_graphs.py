@@ -275,11 +275,19 @@ class Watching(DispatchMode):
     [Watching, lambda: torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)],
     ids=["a mode", "hooks on what is saved"],
 )
-def test_where_no_call_may_be_replayed_none_is_captured(watch: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_what_watches_the_trial_is_not_in_the_graph(
+    watch: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """SpeedMemoryLogger, that counts the operations of a step, say."""
     with watch():
         run = Run()
-    assert run.graphs.captures == 0
-    assert run.refused() == {"no call on the second step went backward unseen by modes and hooks: not tried"}
+    assert run.refused() == set()
+    replays = run.graphs.replays
+    run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
+    assert run.graphs.replays == replays + 2
+    with watch():
+        run.check_same(lambda model: run.step(model, torch.ones(3, 4)))
+    assert run.graphs.replays == replays + 2
 
 
 def test_running_statistics_are_moved_as_often_as_in_a_plain_run() -> None:

@@ -174,8 +174,9 @@ def batch(size: int, length: int) -> Tensor:
 
 
 def fused(module: nn.Module, x: Tensor, backend: str = "sdpa") -> Handle:
-    """Flash attention and nothing else, in force."""
-    plan = Plan(flash_attention=backend, precision="32-true", memory_format="off", inplace_activations=False)
+    """Flash attention and nothing else, in force; a backend that is named, however fast it is."""
+    settings = {"flash_attention": backend, "tune": "auto" if backend == "auto" else "off"}
+    plan = Plan(**settings, precision="32-true", memory_format="off", inplace_activations=False)
     handle = accelerate(module, plan)
     for _ in range(2):
         with handle.step():
@@ -193,7 +194,8 @@ def test_every_spelling_computes_in_float32_what_it_did(name: str) -> None:
     except RuntimeError as error:
         pytest.skip(f"this spelling makes tensors on the CPU: {str(error).splitlines()[0]}")
     handle = fused(module, inputs[0])
-    assert handle.report.applied("flash_attention") == [""], handle.report.to_text()
+    is_on_the_host = name == "causal_by_assignment"  # its mask, which no kernel takes
+    assert handle.report.applied("flash_attention") == ([] if is_on_the_host else [""]), handle.report.to_text()
     for x, want in zip(inputs, expected, strict=True):
         assert relative_error(module_results(module, x), want) < 5e-5
     handle.undo()

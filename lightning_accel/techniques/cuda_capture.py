@@ -132,7 +132,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
         failure = failure or error
     if failure is not None:
         end_failed_capture(graph, pool, device)
-        raise failure
+        try:
+            raise failure
+        finally:
+            failure = None  # which holds this frame, and all below it
 
 
 def _own(tensor: Tensor) -> Tensor:

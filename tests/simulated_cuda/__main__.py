@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import runpy
 import sys
 
@@ -27,4 +29,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # autograd's threads are still there: a process that ends them with the interpreter may abort

@@ -39,14 +39,16 @@ class _Memory:
 
     def __init__(self, number: int, result: Tensor) -> None:
         self.number = number
-        self._storage = weakref.ref(result.untyped_storage())
+        self._storage = weakref.ref(torch._C.TensorBase.untyped_storage(result))
         self._dtype = result.dtype
         self._place = result.storage_offset(), result.size(), result.stride()
 
     def tensor(self) -> Tensor | None:
         """The result; None where nobody holds it any more."""
         storage = self._storage()
-        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+        if storage is None:
+            return None
+        return torch._C.TensorBase.set_(torch.empty(0, dtype=self._dtype), storage, *self._place)
 
 
 @dataclass

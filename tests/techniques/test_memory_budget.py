@@ -263,7 +263,7 @@ def test_on_a_gpu_no_block_offloads_where_that_is_off() -> None:
         plain.step()
     peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
     del plain
-    asked = round(fixed + 0.4 * (peak - fixed))
+    asked = round(fixed + on_gpu(0.4, simulated=0.6) * (peak - fixed))
     loop = GpuLoop(memory_budget=asked, activation_offloading="off")
     for _ in range(SETTLED):
         loop.step()

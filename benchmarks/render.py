@@ -288,21 +288,15 @@ _KINDS = re.compile(
 
 
 def gpu_section() -> str:
-    """The tables that `make gpu` wrote, for every card: the models first, then attention."""
-    pages = sorted(RESULTS.glob("gpu-*.md"), key=lambda page: (_KINDS.search(page.name) is not None, page.name))
-    if not pages:
-        return (
-            "## On a GPU\n\n`make gpu PYTHON=python3`\n\nNot yet measured: no GPU was at hand. These rows wait for one:"
-            " the two models plain, with Lightning's `bf16-mixed` and with `AccelPlugin()` (samples/s, step p50, peak"
-            " memory, MFU, loss), attention by hand against every kernel there is, over 512 to 16,384 tokens, the"
-            " largest batch of a 350M GPT within 24 GiB in every mode, a linear head and its cross-entropy in pieces,"
-            " offloading beside `save_on_cpu`, packing, preprocessing against copy bandwidth, the device pipeline"
-            " against data already there, a step under each strategy, live trials of ResNet-50, GPT-2 and ViT-B/16, the"
-            " ladder of hand optimisations of GPT-2 124M and what one line recovers of it, pytorch-autotune's three"
-            " workloads by it and by us, ResNet-50 and ViT-B/16 in the forms in which they are served, the claims that"
-            " speak of GPUs, and the tests marked `gpu`.\n"
-        )
-    return "## On a GPU\n\n`make gpu PYTHON=python3`\n\n" + "\n".join(p.read_text(encoding="utf-8") for p in pages)
+    """The tables that `make gpu` wrote, for every card, the models first; and which are still to come."""
+    found = sorted(RESULTS.glob("gpu-*.md"), key=lambda page: (_KINDS.search(page.name) is not None, page.name))
+    kinds = {match.group(1) if (match := _KINDS.search(page.name)) else "" for page in found}
+    scripts = sorted(path.stem for path in Path(__file__).parent.glob("gpu*.py"))
+    waiting = [name for name in scripts if name.removeprefix("gpu").strip("_").replace("_", "-") not in kinds]
+    parts = ["## On a GPU", "`make gpu PYTHON=python3`", *(page.read_text(encoding="utf-8").strip() for page in found)]
+    if waiting:
+        parts.append(f"Not measured on any GPU yet: {', '.join(f'`{name}`' for name in waiting)}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def pages() -> dict[Path, str]:

@@ -103,6 +103,7 @@ class Measuring:
         coarsest: The dtype of the coarsest numbers on the way.
         oracle: Computes the original in float64; None where that cannot be had.
         others: The original in other orders, each computed when it is asked for.
+        formulas: The same by formulas that every candidate goes by: each may be as far off as they are, and no farther.
         alike: The spread of the same computation on other numbers: of another layer of a model, say.
     """
 
@@ -113,11 +114,13 @@ class Measuring:
         oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,
         others: Iterable[Sequence[Tensor]] = (),
         alike: Spread = Spread(),
+        formulas: Iterable[Sequence[Tensor]] = (),
     ) -> None:
         eps = torch.finfo(coarsest).eps
         # In half precision the last rounding is most of the error; above it a library may take a few on the way.
         self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
-        self._expected, self._oracle, self._others = expected, oracle, iter(others)
+        self._expected, self._oracle = expected, oracle
+        self._others, self._formulas = iter(others), iter(formulas)
         self._alike = alike
         self._yardstick: Sequence[Tensor] | None = None
         self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, alike.is_whole
@@ -155,6 +158,9 @@ class Measuring:
             self._ask_oracle()
         elif not self._is_whole and (run := next(self._others, None)) is not None:
             self._take(run, self._yardstick)
+        elif (run := next(self._formulas, None)) is not None:
+            found, share = deviation(run, self._yardstick), APART / FACTOR
+            self._seen |= Deviation(share * found.noise, share * found.bias)
         else:
             self._is_whole = True
             return False

@@ -119,6 +119,7 @@ class Trial:
             then the original is asked on the whole batch only, and its own result is the yardstick.
         purse: What has to be able to pay for another call, as long as the one before, or the trial ends; None: no end.
         alike: The spread of the same computation on other numbers of the same shapes, so far as it was measured.
+        formulas: The same computation by formulas that every candidate goes by, for what comes of those.
     """
 
     module: nn.Module
@@ -134,6 +135,7 @@ class Trial:
     keeps_kernels: bool = False
     purse: Purse | None = None
     alike: Spread = field(default_factory=Spread)
+    formulas: Sequence[Contender] = ()
 
     def __post_init__(self) -> None:
         tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
@@ -239,6 +241,7 @@ class Trial:
                 lambda: self._oracle(original, args, kwargs),
                 self._in_other_orders(original, args, kwargs),
                 self.alike,
+                self._by_formulas(args, kwargs),
             )
             found = self._judge(measuring, expected, actual)
         found = replace(found, failure=found.failure or otherwise)
@@ -307,6 +310,12 @@ class Trial:
                 raise
             except Exception:  # no order for this computation: views of its input, kernels that want oneDNN
                 continue
+            yield run
+
+    def _by_formulas(self, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
+        for formula in self.formulas:
+            with self._without_dropout():
+                run, _ = self._once(formula, args, kwargs)
             yield run
 
     def _oracle(self, original: Contender, args: Any, kwargs: Any) -> list[Tensor] | None:

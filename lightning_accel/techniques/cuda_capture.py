@@ -61,7 +61,8 @@ class _Captured:
         pool = torch.cuda.graph_pool_handle()
         outside = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.enable_grad():
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():
             for _ in range(_WARM_UPS):
                 results = function(*self._inputs)
                 self._gradients(results, [torch.zeros_like(output) for output in _differentiable(results)])

@@ -103,7 +103,8 @@ class Measuring:
         coarsest: The dtype of the coarsest numbers on the way.
         oracle: Computes the original in float64; None where that cannot be had.
         others: The original in other orders, each computed when it is asked for.
-        formulas: The same by formulas that every candidate goes by: each may be as far off as they are, and no farther.
+        formulas: The same by formulas that candidates share. Where results agree, gradients may be as far off as one.
+        num_results: How many of the tensors are results; those behind them are gradients.
         alike: The spread of the same computation on other numbers: of another layer of a model, say.
     """
 
@@ -115,12 +116,14 @@ class Measuring:
         others: Iterable[Sequence[Tensor]] = (),
         alike: Spread = Spread(),
         formulas: Iterable[Sequence[Tensor]] = (),
+        num_results: int = 0,
     ) -> None:
         eps = torch.finfo(coarsest).eps
         # In half precision the last rounding is most of the error; above it a library may take a few on the way.
         self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
         self._expected, self._oracle = expected, oracle
-        self._others, self._formulas = iter(others), iter(formulas)
+        self._others, self._formulas, self._num_results = iter(others), iter(formulas), num_results
+        self._of_formula = Deviation()  # what gradients may be off by for that reason
         self._alike = alike
         self._yardstick: Sequence[Tensor] | None = None
         self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, alike.is_whole
@@ -144,23 +147,34 @@ class Measuring:
         most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
         if not (self.spread.objection(most, 1 - 1 / FACTOR) and self._alike.objection(most, APART)):
             return found, ""
-        found = deviation(actual, self._ask_oracle())
+        yardstick = self._ask_oracle()
+        found = deviation(actual, yardstick)
+        if self.spread.objection(found) and self._is_off_by_formula(actual, yardstick):
+            return found, ""
         return found, self.objection(found)
+
+    def _is_off_by_formula(self, actual: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
+        """Whether results agree, and gradients are no farther off than those of a formula that candidates share."""
+        results, gradients = slice(self._num_results), slice(self._num_results, None)
+        if self.spread.objection(deviation(actual[results], yardstick[results])):
+            return False
+        found = deviation(actual[gradients], yardstick[gradients])
+        for run in self._formulas:
+            off = deviation(run[gradients], yardstick[gradients])
+            self._of_formula |= Deviation(APART * off.noise, APART * off.bias)
+        return not Spread(self.spread.allowed | self._of_formula).objection(found)
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
         """As :meth:`Spread.objection`, by the spread of as many orders as are needed to see that there is none."""
         while (words := self.spread.objection(found, times)) and self._takes_another():
             pass
-        return words
+        return words and Spread(self.spread.allowed | self._of_formula).objection(found, times)
 
     def _takes_another(self) -> bool:
         if self._yardstick is None:
             self._ask_oracle()
         elif not self._is_whole and (run := next(self._others, None)) is not None:
             self._take(run, self._yardstick)
-        elif (run := next(self._formulas, None)) is not None:
-            found, share = deviation(run, self._yardstick), APART / FACTOR
-            self._seen |= Deviation(share * found.noise, share * found.bias)
         else:
             self._is_whole = True
             return False

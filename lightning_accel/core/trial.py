@@ -119,7 +119,7 @@ class Trial:
             then the original is asked on the whole batch only, and its own result is the yardstick.
         purse: What has to be able to pay for another call, as long as the one before, or the trial ends; None: no end.
         alike: The spread of the same computation on other numbers of the same shapes, so far as it was measured.
-        formulas: The same computation by formulas that every candidate goes by, for what comes of those.
+        formulas: The same computation by formulas that candidates share: their gradients may be as far off.
     """
 
     module: nn.Module
@@ -242,6 +242,7 @@ class Trial:
                 self._in_other_orders(original, args, kwargs),
                 self.alike,
                 self._by_formulas(args, kwargs),
+                self._passes.num_outputs,
             )
             found = self._judge(measuring, expected, actual)
         found = replace(found, failure=found.failure or otherwise)
@@ -314,8 +315,13 @@ class Trial:
 
     def _by_formulas(self, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
         for formula in self.formulas:
-            with self._without_dropout():
-                run, _ = self._once(formula, args, kwargs)
+            try:
+                with self._without_dropout():
+                    run, _ = self._once(formula, args, kwargs)
+            except _TooDearError:
+                raise
+            except Exception:  # no formula for this computation
+                continue
             yield run
 
     def _oracle(self, original: Contender, args: Any, kwargs: Any) -> list[Tensor] | None:

@@ -113,7 +113,11 @@ class GraphedBlock:
         self._is_capturing = True
         try:
             # Who watches this call, or what it saves, is not to be in the graph: a call that is watched is no replay.
-            with no_cast_cache(), without_dispatch_modes(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same):
+            with (
+                no_cast_cache(),
+                without_dispatch_modes(),
+                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),
+            ):
                 self._rehearse(function, inputs, before, random)
                 self._graphed = self._capture(function, (*inputs, *self._parameters))
         except NotCapturedError:

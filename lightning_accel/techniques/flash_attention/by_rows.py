@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 
@@ -26,11 +27,9 @@ class ByRows(Backend):
     name = "by rows"
 
     @override
-    def lacks(self, call: AttentionCall) -> str | None:
-        return "the formula is written without dropout" if call.dropout_p else None
-
-    @override
     def __call__(self, call: AttentionCall) -> Tensor:
+        if call.dropout_p and not is_dropout_off():
+            raise NotImplementedError("the formula is written without dropout")
         call = call.with_dense_mask()
         mask = call.band(None, 0) if call.is_causal else call.mask
         if mask is None:

@@ -111,25 +111,18 @@ class Rehearsal:
             wide=original if module is None else None,
             purse=self._purse,
             alike=self._spreads.get(self._num_attentions, Spread()),
+            formulas=[Contender(fused(ByRows()))],
         )
-        by_rows = Contender(fused(WatchedBackend(ByRows())))
         for backend in self._backends:
             if backend.name not in self._failures:
-                failure = self._try(trial, Contender(original), Contender(fused(backend)), backend, by_rows)
+                failure = self._try(trial, Contender(original), Contender(fused(backend)), backend)
                 if failure:
                     self._failures[backend.name] = failure
 
-    def _try(
-        self, trial: Trial, original: Contender, candidate: Contender, backend: WatchedBackend, by_rows: Contender
-    ) -> str:
+    def _try(self, trial: Trial, original: Contender, candidate: Contender, backend: WatchedBackend) -> str:
         found = trial.numbers(original, candidate)
         if found.spread is not None and found.spread.num_orders:
             trial.alike = self._spreads[self._num_attentions] = found.spread
-        if found.failure and found.spread is not None and trial.with_gradients:
-            # Its results have to agree as ever. Its gradients may be off by what their formula is off.
-            forward = replace(trial, with_gradients=False, alike=Spread()).numbers(original, candidate)
-            if not forward.failure:
-                found = replace(trial, formulas=(by_rows,)).numbers(original, candidate)
         self._measured[backend.name].append(found.measured())
         if found.failure:
             return found.failure

@@ -170,7 +170,7 @@ def test_a_site_that_is_off_where_others_are_right_is_refused_alone(monkeypatch:
     calls = itertools.count()
 
     def sometimes(self: Any, call: AttentionCall) -> Tensor:
-        return (1.01 if 2 <= next(calls) < 4 else 1.0) * sdpa(call)  # at the third site, as others call it once
+        return (1.01 if next(calls) == 2 else 1.0) * sdpa(call)  # at the third site, as each calls it once
 
     monkeypatch.setattr(type(BACKENDS["sdpa"]), "__call__", sometimes)
     model = Stack(FOUND["at_sign"], depth=4)

@@ -228,3 +228,21 @@ def test_on_a_device_without_float64_the_host_compares() -> None:
     expected = torch.tensor([3.0, 4.0]).as_subclass(OnMetal)
     actual = torch.tensor([3.0, 4.5]).as_subclass(OnMetal)
     assert relative_error([actual], [expected]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("allowed", "is_kept"), [("ieee", False), ("tf32", False), ("bf16", True)])
+def test_products_that_the_run_allows_to_be_rounded_are_no_objection(allowed: str, is_kept: bool) -> None:
+    """Whether a processor rounds them or not: beside an original that it rounds, an exact candidate would be wrong."""
+    module, x = nn.Linear(64, 64), torch.randn(8, 64)
+
+    def rounded(x: Tensor) -> Tensor:
+        return nn.functional.linear(x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()).float()
+
+    products: Any = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = allowed
+    try:
+        found = Trial(module, (x,)).numbers(Contender(module.forward), Contender(rounded))
+    finally:
+        products.fp32_precision = before
+    assert (not found.failure) == is_kept, found.failure

@@ -54,7 +54,7 @@ class Outcome:
         off_by: The largest deviation of a loss from the plain run on the processor, relative.
         status: What the report says of the technique.
         failure: What it raised, or that it is too far off; empty: nothing.
-        remarks: Warnings, reasons of refusals, and the traceback.
+        remarks: Warnings, reasons of refusals, and where it raised.
     """
 
     model: str
@@ -171,7 +171,8 @@ def run(model: str, name: str, accelerator: str, settings: dict[str, Any] | None
             trainer(plugin, accelerator, steps, watch).fit(module, datamodule=data)
         except Exception as error:
             outcome.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            outcome.remarks.append(traceback.format_exc())
+            places = traceback.extract_tb(error.__traceback__)
+            outcome.remarks += [f"{Path(place.filename).name}:{place.lineno}: {place.line}" for place in places]
     outcome.losses = [float(loss) for loss in watch.losses[:STEPS]]
     intervals = [later - earlier for earlier, later in zip(watch.ended, watch.ended[1:], strict=False)]
     if intervals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,14 @@ def with_index(device: torch.device) -> torch.device:
     """The device as it is told from others of its kind: of CUDA, torch means the current one where it has no index."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
+def dtype_of_products(device: torch.device) -> torch.dtype | None:
+    """As what the run allows float32 to be multiplied; TF32 rounds as float16 does."""
+    backends: Any = torch.backends
+    own = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul.fp32_precision
+    allowed = backends.fp32_precision if own == "none" else own
+    return {"tf32": torch.float16, "bf16": torch.bfloat16}.get(allowed)
 
 
 def synchronize(device: torch.device) -> None:

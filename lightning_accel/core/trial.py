@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.clocks import perf_counter
-from lightning_accel.core.device import own_rng
+from lightning_accel.core.device import dtype_of_products, own_rng
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.core.measured import Measured
@@ -350,7 +350,7 @@ class Trial:
         dtypes = [t.dtype for t in results if t.is_floating_point()]
         if torch.is_autocast_enabled(self._device.type):  # a float32 result may be the sum of bfloat16 products
             dtypes.append(torch.get_autocast_dtype(self._device.type))
-        elif torch.float32 in dtypes and (product := _of_products(self._device)) is not None:
+        elif torch.float32 in dtypes and (product := dtype_of_products(self._device)) is not None:
             dtypes.append(product)
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
@@ -388,14 +388,6 @@ class Trial:
 def _are_same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
     pairs = list(zip(expected, actual, strict=False))
     return len(expected) == len(actual) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-
-
-def _of_products(device: torch.device) -> torch.dtype | None:
-    """As what the run allows float32 to be multiplied; TF32 rounds as float16 does."""
-    backends: Any = torch.backends
-    own = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul.fp32_precision
-    allowed = backends.fp32_precision if own == "none" else own
-    return {"tf32": torch.float16, "bf16": torch.bfloat16}.get(allowed)
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:

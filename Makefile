@@ -125,7 +125,8 @@ downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and wit
 	$(BIN)/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it.
-gpu: gpu-smoke gpu-tests gpu-bench  ## The three below, with the machine's own PYTHON=python3 as it is
+gpu:  ## The three below, each whatever came of the others, with the machine's own PYTHON=python3 as it is
+	@status=0; for part in gpu-smoke gpu-tests gpu-bench; do $(MAKE) $$part || status=$$?; done; exit $$status
 
 gpu-smoke:  ## The demo's models on a GPU with each technique once, beside the processor's losses (3 minutes)
 	$(PYTHON) tests/on_gpu.py smoke --out "$(abspath $(RESULTS))"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from lightning_accel.core.torch_private.autograd import is_on_foreign_thread
 
 T = TypeVar("T")
+
+_UNSET = object()
 
 
 class EngineVar(Generic[T]):
@@ -25,17 +27,17 @@ class EngineVar(Generic[T]):
 
     def __init__(self, name: str, default: T) -> None:
         self._default = default
-        self._own: ContextVar[T] = ContextVar(name)
+        self._own: ContextVar[T | object] = ContextVar(name)
         self._all: dict[int, T] = {}
 
     def get(self) -> T:
         """The value that is in force here."""
-        try:
-            return self._own.get()
-        except LookupError:
-            if self._all and is_on_foreign_thread():
-                return next(reversed(self._all.values()), self._default)
-            return self._default
+        value = self._own.get(_UNSET)  # asked at every call of some modules, where mostly nothing is set
+        if value is not _UNSET:
+            return cast(T, value)
+        if self._all and is_on_foreign_thread():
+            return next(reversed(self._all.values()), self._default)
+        return self._default
 
     @contextmanager
     def being(self, value: T) -> Iterator[None]:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks._meters import host_rss_mib
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning.settled import Tuning
 from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.tuning.tuning_result import Tuning
 
 CHUNK, FLOOR = 8, 1.03  # of the greedy search
 FIRST = 8  # pairs of two loops in turns, until caches are full and the trials of the parts are over
@@ -139,7 +139,7 @@ class AcceleratedLoop(PlainLoop):
         self.handle.undo()
 
     def _rest(self, choices: Mapping[str, str]) -> None:
-        self.handle.engine.rest(arm.name for arm in self._arms if arm.name not in choices)
+        self.handle.engine.disable(arm.name for arm in self._arms if arm.name not in choices)
 
 
 class TunedLoop(AcceleratedLoop):
@@ -235,7 +235,7 @@ def settled_loop(
     """
     loop = AcceleratedLoop(make(), plan, steps)
     found = run_until_settled(loop, steps, seconds)
-    loop.handle.engine.listen()
+    loop.handle.engine.apply_updates()
     found = replace(found, compiled=loop.handle.report.of("compile").status)
     loop.close()
     del loop

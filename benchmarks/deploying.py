@@ -21,7 +21,7 @@ from _served_models import accuracy, demo_models, trained_encoder
 from _served_rows import COLUMNS, rows_of, without_folders
 from torch import Tensor, nn
 
-from lightning_accel.core.spread import deviation
+from lightning_accel.core.tolerance import deviation
 from lightning_accel.deploy import compare, turns
 
 SECONDS = 4.0

@@ -35,8 +35,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.evidence.compare import Comparison, compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks, measure_peaks
-from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.tuning.pairs import Interval
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -24,7 +24,7 @@ from _small_models import lstm, mlp
 from _tuning_loop import AcceleratedLoop, greedy, run_until_settled, task_of
 
 from lightning_accel import Plan
-from lightning_accel.techniques import Surroundings, Technique, register
+from lightning_accel.techniques import BuildContext, Technique, register
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.registry import forget
 
@@ -50,7 +50,7 @@ class Nothing(Technique):
     acts_without_sites = True
 
     @classmethod
-    def planned(cls, settings: NothingPlan, surroundings: Surroundings) -> Nothing:
+    def from_settings(cls, settings: NothingPlan, context: BuildContext) -> Nothing:
         return cls()
 
     def arms(self) -> Iterator[Arm]:

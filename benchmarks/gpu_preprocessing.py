@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lightning_accel.claims.measure import interleaved_ms
 from lightning_accel.data import Normalize, Position, Preprocess, RandomCrop, RandomHorizontalFlip
-from lightning_accel.data.arrays import why_no_cupy
 from lightning_accel.data.single_pass import SinglePass
+from lightning_accel.data.tensor_arrays import why_no_cupy
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PADDING = 4

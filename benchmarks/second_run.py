@@ -161,7 +161,7 @@ def trained(
     from lightning_accel import AccelPlugin
     from lightning_accel.core.compiled import is_compiled
     from lightning_accel.techniques.registry import declarations
-    from lightning_accel.tuning.remembered import Entry, entries
+    from lightning_accel.tuning.tuning_cache import Entry, entries
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_accel.callbacks._announcements import say
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import makes_loaders
-from lightning_accel.callbacks._saying import say
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice

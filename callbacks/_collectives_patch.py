@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.core.torch_private.autograd import is_in_backward
-from lightning_accel.evidence.parts import COMMUNICATION
+from lightning_accel.evidence.phase_names import COMMUNICATION
 
 _RETURNS_WORK = re.compile(r"-> .*\bWork\b")  # a collective call, by the signature in its docstring
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_accel.callbacks._saying import report_of
+from lightning_accel.callbacks._announcements import report_of
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.resilience.requeue import is_accumulating
 

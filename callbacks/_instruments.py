@@ -13,28 +13,28 @@ import torch
 
 from lightning_accel.callbacks._advising import advise
 from lightning_accel.callbacks._allowance import Allowance
+from lightning_accel.callbacks._batch_size import SampleCounter
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds, is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
-from lightning_accel.callbacks._parts import StepParts
+from lightning_accel.callbacks._phase_sampler import StepParts
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._reporting import report_path
-from lightning_accel.callbacks._samples import SampleCounter
-from lightning_accel.callbacks._teller import Teller
+from lightning_accel.callbacks._summary_logger import Teller
 from lightning_accel.core.clocks import StepClock, clock_for, monotonic, seconds
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.flops import FlopMode
+from lightning_accel.evidence.op_profiler import AnatomyMode
 from lightning_accel.evidence.record import RECORD_VARIABLE
 from lightning_accel.evidence.speed import FEWEST
-from lightning_accel.evidence.taking_apart import AnatomyMode
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 
 _RECORD_S = 0.02  # a header and its lines
 _TEXTS_S = 0.1

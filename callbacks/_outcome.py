@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.callbacks._announcements import report_of
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
-from lightning_accel.callbacks._saying import report_of
 from lightning_accel.core.report import Report
-from lightning_accel.evidence.anatomy import MemoryPeak
 from lightning_accel.evidence.figures import MEND, can_draw
-from lightning_accel.evidence.reading import read_earlier, read_record
+from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.evidence.speed import Speed
+from lightning_accel.evidence.step_breakdown import MemoryPeak
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
 from lightning_accel.tuning.pairs import Interval
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
 
@@ -114,8 +114,8 @@ class Outcome:
         return "\n\n".join(lines) + "\n"
 
     def _report_on(self, record: Path) -> str:
-        from lightning_accel.evidence.page import page_of  # late: nobody asks during a run
         from lightning_accel.evidence.render import to_markdown
+        from lightning_accel.evidence.report_model import page_of  # late: nobody asks during a run
 
         found = read_record(record)
         done = None if self.report is None else self.report.to_dict()

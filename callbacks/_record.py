@@ -17,16 +17,15 @@ import psutil
 import torch
 from torch import Tensor
 
+from lightning_accel.callbacks._announcements import report_of, say
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
-from lightning_accel.callbacks._parts import EVERY, StepParts, Taken
+from lightning_accel.callbacks._phase_sampler import EVERY, StepParts, Taken
 from lightning_accel.callbacks._reporting import leave_report, report_path
-from lightning_accel.callbacks._saying import report_of, say
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Tally, monotonic
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.anatomy import Anatomy, MemoryPeak
 from lightning_accel.evidence.record import (
     FOLDER,
     MOST_OF_CARD,
@@ -37,8 +36,9 @@ from lightning_accel.evidence.record import (
     in_pieces,
 )
 from lightning_accel.evidence.speed import Speed, speed_of
+from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeak
 from lightning_accel.lightning.packages import Trainer
-from lightning_accel.memory.page import StepMemoryError
+from lightning_accel.memory.oom_report import StepMemoryError
 
 EVERY_S = 60.0
 _MOST_WAITING = 100  # epochs, for a file that is made later than they ended

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_accel.callbacks._parts_patch import PARTS, PartsPatch
+from lightning_accel.callbacks._announcements import report_of
+from lightning_accel.callbacks._phase_patch import PARTS, PartsPatch
 from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, techniques_by_site, with_techniques
-from lightning_accel.callbacks._saying import report_of
 from lightning_accel.callbacks._tracks import add_tracks
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
 from lightning_accel.core.torch_private.profilers import memory_snapshot, record_memory_history
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.parts import COMMUNICATION, DATA, LOGGING
+from lightning_accel.evidence.phase_names import COMMUNICATION, DATA, LOGGING
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.resilience.atomic_checkpoint import commit, discard

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_accel.callbacks._saying import say, say_of_rank
+from lightning_accel.callbacks._announcements import say, say_of_rank
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.reading import read_earlier, read_record
+from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.lightning.packages import Trainer, TrainerFn
 from lightning_accel.settings import Plan
 
@@ -32,9 +32,9 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
         return
     beside = record.with_suffix(".html" if wanted is None else wanted.suffix)
     try:
-        from lightning_accel.evidence.page import page_of  # late: few runs are asked for one
         from lightning_accel.evidence.peaks import measure_peaks
         from lightning_accel.evidence.render import write
+        from lightning_accel.evidence.report_model import page_of  # late: few runs are asked for one
 
         found = read_record(record)
         # A device without memory, or that has failed, is not to be asked for more; under XLA a clock times recording.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.callbacks._saying import say
+from lightning_accel.callbacks._announcements import say
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
 from lightning_accel.core.tree import map_tensors

@@ -16,7 +16,7 @@ from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, own, rank_zero_warn
-from lightning_accel.memory.page import StepMemoryError
+from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.resilience.lost_ranks import is_broken_collective
 
 _HOOKS_OF_A_STEP = (

@@ -17,22 +17,22 @@ from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Relief, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations, plain
 from lightning_accel.tuning.loop import LoopTurns
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 
 
-def surroundings_for(
+def build_context(
     plan: Plan,
     model: nn.Module,
     host: Host,
     *,
     device: torch.device | None = None,
     in_plain_loop: bool = False,
-) -> Surroundings:
+) -> BuildContext:
     """The techniques that ``plan`` asks for, in the order in which they are applied, and what they have for each other.
 
     Args:
@@ -42,13 +42,13 @@ def surroundings_for(
         device: Where the model will compute; None: where it is.
         in_plain_loop: Whether to do, too, what Lightning does itself.
     """
-    around = Surroundings(model, host, device or device_of(model), plan.verify, plan.settings())
+    around = BuildContext(model, host, device or device_of(model), plan.verify, plan.settings())
     for name, declaration in declarations().items():
         value = getattr(plan, name)
         if declaration.is_off(value) or (declaration.in_plain_loops_only and not in_plain_loop):
             continue
         settings = declaration.settings_of(value)
-        technique = declaration.technique.planned(settings, around)
+        technique = declaration.technique.from_settings(settings, around)
         if technique is not None:
             technique.on_by_default = declaration.is_default(value)
             technique.timed = plan.tune != "off"
@@ -58,45 +58,45 @@ def surroundings_for(
 
 
 @dataclass(frozen=True)
-class NamedRelief:
+class NamedFallback:
     """A way to need less memory, and whose it is.
 
     Attributes:
         name: The technique's.
-        relief: The way.
+        fallback: The way.
     """
 
     name: str
-    relief: Relief
+    fallback: OomFallback
 
     @property
     def settings(self) -> Any:
         """As a plan writes them: ``"full"``, or a mapping where that does not say it."""
-        written = plain(self.relief.settings)
+        written = plain(self.fallback.settings)
         switch, *more = written.values()
         return written if more else switch
 
     def __str__(self) -> str:
         return f"{self.name}={self.settings!r}"
 
-    def make(self, around: Surroundings) -> Technique | None:
+    def make(self, around: BuildContext) -> Technique | None:
         """The technique with these settings, for a run under way; it becomes one of ``around``."""
-        around.settings = {**around.settings, self.name: self.relief.settings}
-        technique = declarations()[self.name].technique.planned(self.relief.settings, around)
+        around.settings = {**around.settings, self.name: self.fallback.settings}
+        technique = declarations()[self.name].technique.from_settings(self.fallback.settings, around)
         if technique is not None:
             technique.on_by_default = True  # nobody asked for it: where it cannot be had, another one may
             around.techniques = [*(one for one in around.techniques if one.name != self.name), technique]
         return technique
 
 
-def reliefs_for(around: Surroundings) -> list[NamedRelief]:
+def fallbacks_for(around: BuildContext) -> list[NamedFallback]:
     """What the techniques can do where a step has run out of memory, beginning with what costs the least time."""
     found = [
-        NamedRelief(name, relief)
+        NamedFallback(name, fallback)
         for name, declaration in declarations().items()
-        for relief in declaration.technique.reliefs(around)
+        for fallback in declaration.technique.oom_fallbacks(around)
     ]
-    return sorted(found, key=lambda one: one.relief.costs)
+    return sorted(found, key=lambda one: one.fallback.costs)
 
 
 class Handle:
@@ -188,9 +188,9 @@ def accelerate(
     """
     plan = plan or Plan()
     host = host or Host.detect(next((parameter.device for parameter in model.parameters()), None))
-    techniques = surroundings_for(plan, model, host, in_plain_loop=True).techniques
+    techniques = build_context(plan, model, host, in_plain_loop=True).techniques
     engine = Engine(model, host, techniques, names=list(declarations()), strict=plan.strict)
-    engine.meet([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+    engine.add_optimizers([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     scaler = next((t.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
     turns = LoopTurns(engine, device_of(model), steps) if plan.tune == "auto" and plan.verify else None
     return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), turns)

@@ -14,9 +14,9 @@ from lightning_accel.core.checks import SettingError
 from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
+from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.open_purse import OpenPurse
 from lightning_accel.core.optimizers import are_all, living_optimizers
-from lightning_accel.core.out_of_memory import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.report import AccelError, Report, TechniqueReport, difference
@@ -178,7 +178,7 @@ class Engine:
             loader = self._ask(technique, "change a loader", technique.loader, loader, terms, otherwise=loader)
         return loader
 
-    def meet(self, optimizers: Iterable[Optimizer]) -> None:
+    def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Shows optimizers that train the model to the techniques. Those that they know already are passed over."""
         told = list(optimizers)
         self._told += [one for one in told if all(one is not known for known in self._told)]
@@ -194,7 +194,7 @@ class Engine:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in new)
         for technique in self._techniques:
             self._ask(technique, f"look at {kinds}", self._edit_optimizers, technique, named, otherwise=None)
-            self._hear(technique)
+            self._apply_updates(technique)
 
     def _edit_optimizers(self, technique: Technique, named: Mapping[str, Optimizer]) -> None:
         for claim in technique.optimizers(named):
@@ -251,9 +251,9 @@ class Engine:
             self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
         return found
 
-    def rest(self, names: Iterable[str]) -> None:
+    def disable(self, names: Iterable[str]) -> None:
         """Leaves these techniques out of the steps to come, until it is called again: their arms are off."""
-        self.listen()
+        self.apply_updates()
         self._resting = set(names)
         self._find_at_work()
 
@@ -284,14 +284,14 @@ class Engine:
         self._settle(technique)
         for other in self._techniques:
             other.give_way(technique.protects(self.model))
-            self._hear(other)
+            self._apply_updates(other)
         return technique in self._at_work
 
-    def listen(self) -> None:
+    def apply_updates(self) -> None:
         """Acts on what techniques had to say in the course of a step, those that rest among them."""
         for technique in self._techniques:
             if technique.notes.is_new:
-                self._hear(technique)
+                self._apply_updates(technique)
 
     def has(self, name: str) -> bool:
         """Whether a technique of this name is in force, or on trial."""
@@ -319,7 +319,7 @@ class Engine:
                 techniques.remove(technique)
         self._find_at_work()
 
-    def stand_aside(self, reason: str, name: str | None = None) -> None:
+    def revert_all(self, reason: str, name: str | None = None) -> None:
         """Takes edits back for the rest of the run, and remembers it for a resumed one.
 
         Args:
@@ -356,7 +356,7 @@ class Engine:
                 raise
             reason = f"could not {what}: {one_line(error)}"
         if technique in self._techniques:
-            self.stand_aside(reason, technique.name)
+            self.revert_all(reason, technique.name)
         self.degrade(f"{technique.name} {reason}")
         return otherwise
 
@@ -410,7 +410,7 @@ class Engine:
             self._edits.miss(technique)
         waits = "waiting for optimizers" if technique.edits_optimizers else "no site in this model"
         record.status = technique.notes.status or ("waiting for the first step" if len(patches) else waits)
-        self._hear(technique)
+        self._apply_updates(technique)
 
     def _apply_early(self, technique: Technique) -> None:
         for patch in list(self._edits.on_model[technique.name]):
@@ -452,7 +452,7 @@ class Engine:
             self._conclude(on_trial, found)
         # A trial may find that there is nothing to do, and say so.
         for technique in list(self._techniques):
-            self._hear(technique)
+            self._apply_updates(technique)
 
     def _conclude(self, on_trial: Sequence[Technique], found: Decisions) -> None:
         if not self._techniques:
@@ -460,7 +460,7 @@ class Engine:
         self._owes_verdicts = False
         ranks = self._gather(found) if on_trial else [{}]
         if None in ranks:
-            self.stand_aside(f"a trial step of rank {ranks.index(None)} raised")
+            self.revert_all(f"a trial step of rank {ranks.index(None)} raised")
             self._stay_together({})
             return
         for technique in [one for one in on_trial if one in self._techniques]:
@@ -493,7 +493,7 @@ class Engine:
                 self._edits.refuse(technique, patch.site, verdict.reason, verdict.measured)
         self._settle(technique)
 
-    def _hear(self, technique: Technique) -> None:
+    def _apply_updates(self, technique: Technique) -> None:
         """Acts on what a technique had to say."""
         if not technique.notes.is_new:
             return
@@ -554,4 +554,4 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._engine._stage = None
         if kind is None:
-            self._engine.listen()
+            self._engine.apply_updates()

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from lightning_accel.arguments import Arguments, RunSettings, Values, arguments
+from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.checks import check_bool, check_choice, check_ending, check_names, switch
-from lightning_accel.core.whole_file import write_whole
 from lightning_accel.techniques.registry import RUN_SETTINGS, declarations
 
 

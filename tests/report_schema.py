@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from lightning_accel.evidence import page
+from lightning_accel.evidence import report_model
 
-SCHEMA = Path(page.__file__).with_name("report.schema.json")
+SCHEMA = Path(report_model.__file__).with_name("report.schema.json")
 
 
 def schema() -> dict[str, Any]:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(page.Page).json_schema()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(report_model.Page).json_schema()}
 
 
 if __name__ == "__main__":

@@ -168,8 +168,8 @@ def test_a_technique_that_edits_nothing_has_no_part_in_a_step_unless_it_watches_
 def test_a_technique_that_stood_aside_is_closed_when_the_run_ends_however_often_that_was() -> None:
     fake = Fake()
     handle = engine(model(), fake)
-    handle.stand_aside("it raised")
-    handle.stand_aside("it raised again")
+    handle.revert_all("it raised")
+    handle.revert_all("it raised again")
     handle.undo()
     assert fake.calls[-1] == "close"
 
@@ -198,7 +198,7 @@ def test_what_a_technique_had_to_say_before_it_rests_is_in_the_report() -> None:
         with handle.step():
             pass
     fake.notes.status = "not worth its while"
-    handle.rest(["fake"])
+    handle.disable(["fake"])
     assert handle.report.of("fake").status == "not worth its while"
 
 
@@ -356,7 +356,7 @@ WHERE = ["patches", "optimizers", "batch", "loader", "arms", "settled", "close",
 
 def all_of_a_run(net: nn.Module, *techniques: Technique, **options: Any) -> Engine:
     handle = engine(net, *techniques, **options)
-    handle.meet([torch.optim.SGD(net.parameters())])
+    handle.add_optimizers([torch.optim.SGD(net.parameters())])
     assert handle.loader([1], LoaderTerms()) == [1]
     for _ in range(3):
         with handle.step():

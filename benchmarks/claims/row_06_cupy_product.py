@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target, counted
 from lightning_accel.claims.measure import interleaved_ms, speedup
 from lightning_accel.data import Map, Preprocess
-from lightning_accel.data.arrays import why_no_cupy
+from lightning_accel.data.tensor_arrays import why_no_cupy
 from lightning_accel.ops.arrays import as_tensors
 
 CLAIM = Claim(

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_accel.arguments import arguments
 from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections
+from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
-from lightning_accel.core.whole_file import write_whole
 from lightning_accel.lightning.packages import (
     LightningArgumentParser,
     LightningCLI,

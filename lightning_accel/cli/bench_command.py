@@ -22,12 +22,12 @@ from lightning_accel.cli.compare_command import (
     share,
     show,
 )
-from lightning_accel.cli.ending import INTERRUPTED, TERMINATED, Terminated, sigterm_raises
+from lightning_accel.cli.exit_codes import INTERRUPTED, TERMINATED, Terminated, sigterm_raises
 from lightning_accel.cli.revisions import Repository, RevisionError
 from lightning_accel.cli.run_command import complaint_about
 
 if TYPE_CHECKING:
-    from lightning_accel.evidence.bench import Bench
+    from lightning_accel.evidence.run_groups import Bench
 
 _LIMITS = (("slowest", min), ("fastest", max))
 
@@ -38,9 +38,9 @@ def run(given: Sequence[str]) -> int:
     arguments, program = _parsed(parser, given)
     if complaint := complaint_about(program):
         parser.error(complaint)
-    from lightning_accel.evidence.bench import FEWEST_RUNS, bench  # late: --help answers without NumPy
     from lightning_accel.evidence.compare import NotComparableError
-    from lightning_accel.evidence.reading import RecordError
+    from lightning_accel.evidence.record_reader import RecordError
+    from lightning_accel.evidence.run_groups import FEWEST_RUNS, bench  # late: --help answers without NumPy
 
     if arguments.gate is not None and arguments.runs < FEWEST_RUNS:
         parser.error(f"--gate needs an interval, which takes --runs {FEWEST_RUNS} or more; given: {arguments.runs}.")

@@ -44,8 +44,8 @@ class Side:
             RunError: It failed, left no record, or ran code of the other side.
             RecordError: What it left cannot be read.
         """
-        from lightning_accel.evidence.reading import read_record
         from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE
+        from lightning_accel.evidence.record_reader import read_record
 
         folder.mkdir(parents=True)
         output = folder / "output.txt"

@@ -24,7 +24,7 @@ def run(*, clear: bool) -> None:
     """Lists what is remembered, or removes it."""
     from lightning_accel.core import cache, kernel_cache
     from lightning_accel.core.byte_size import format_bytes
-    from lightning_accel.tuning import remembered  # late: --help answers without torch
+    from lightning_accel.tuning import tuning_cache  # late: --help answers without torch
 
     folder = cache.folder()
     compiled = {
@@ -34,19 +34,19 @@ def run(*, clear: bool) -> None:
     sizes = {name: size for name, (_, within) in compiled.items() if (size := cache.size_bytes(within))}
     if clear:
         more = "".join(f", and {format_bytes(size)} of {name}" for name, size in sizes.items())
-        print(f"removed from {folder}: {remembered.clear()}{more}")
+        print(f"removed from {folder}: {tuning_cache.clear()}{more}")
         return
     table = Table("model", "settled", "over plain", "machine, versions", "written", box=None)
     complaints = []
-    for entry in remembered.entries():
-        if isinstance(entry, remembered.DamagedError):
+    for entry in tuning_cache.entries():
+        if isinstance(entry, tuning_cache.DamagedError):
             complaints.append(str(entry))
             continue
         choices = ", ".join(f"{arm}={choice}" for arm, choice in entry.tuning.choices.items()) or "nothing"
         whole = entry.tuning.whole
         machine = f"{entry.key['host']}, {entry.key['versions']}"
         table.add_row(entry.key["model"], choices, str(whole.interval) if whole else "", machine, entry.written)
-    searches = len(list(remembered.searches().glob("*.json")))
+    searches = len(list(tuning_cache.searches().glob("*.json")))
     allocators = len(list((folder / "allocators").glob("*.json")))
     if table.row_count:
         Console(width=160).print(table)

@@ -39,7 +39,7 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
     from lightning_accel.evidence.compare import NotComparableError, compare  # late: --help answers without torch
-    from lightning_accel.evidence.reading import RecordError, read_record
+    from lightning_accel.evidence.record_reader import RecordError, read_record
 
     try:
         a, b = read_record(arguments.run_a), read_record(arguments.run_b)

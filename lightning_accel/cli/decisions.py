@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import surroundings_for
+from lightning_accel.assembly import build_context
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.settings import Plan
@@ -78,7 +78,7 @@ def forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
     Returns:
         What the technique says of each setting, which is written with its value: ``'memory_format="auto"'``.
     """
-    around = surroundings_for(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)
+    around = build_context(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)
     return {f'{one.name}="{getattr(plan, one.name)}"': _forecast(one, host, model) for one in around.techniques}
 
 

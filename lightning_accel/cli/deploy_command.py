@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_accel.cli import checkpoints, ending
+from lightning_accel.cli import checkpoints, exit_codes
 from lightning_accel.cli.compare_command import share
 from lightning_accel.cli.users_code import CheckpointError, batches_of, called
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_accel.deploy.comparing import Comparison
 
 COMPARED, WORSE = 0, 1
-"""Exit statuses; others are of :mod:`lightning_accel.cli.ending`."""
+"""Exit statuses; others are of :mod:`lightning_accel.cli.exit_codes`."""
 
 MAX_BATCHES = 50
 """So many batches of the data are looked at."""
@@ -61,7 +61,7 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
-    return ending.ended("deploy", lambda: _compare(arguments))
+    return exit_codes.ended("deploy", lambda: _compare(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -120,8 +120,8 @@ def _record_of(run: Path | None, checkpoint: Path) -> Path | None:
     Raises:
         RecordError: There is none in the folder that was given.
     """
-    from lightning_accel.evidence.reading import read_record
     from lightning_accel.evidence.record import FOLDER
+    from lightning_accel.evidence.record_reader import read_record
 
     if run is not None:
         return read_record(run).path

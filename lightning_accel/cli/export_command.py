@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.cli import calibration, checkpoints, ending
+from lightning_accel.cli import calibration_data, checkpoints, exit_codes
 from lightning_accel.cli.users_code import CheckpointError
 from lightning_accel.deploy.combinations import HOLDS, NUMBERS, check_held
 
 WRITTEN = 0
-"""Exit status; others are of :mod:`lightning_accel.cli.ending`."""
+"""Exit status; others are of :mod:`lightning_accel.cli.exit_codes`."""
 
 
 def add_parser(subcommands: Any) -> None:
@@ -41,7 +41,7 @@ def add_parser(subcommands: Any) -> None:
     parser.add_argument(
         "--precision", default="32", help=f"{', '.join(NUMBERS)}, where the form is written with it (default: 32)"
     )
-    calibration.add_argument(parser)
+    calibration_data.add_argument(parser)
     parser.add_argument(
         "--dynamic",
         default="auto",
@@ -51,7 +51,7 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file; returns the exit status."""
-    return ending.ended("export", lambda: _write(arguments))
+    return exit_codes.ended("export", lambda: _write(arguments))
 
 
 def _write(arguments: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def _write(arguments: argparse.Namespace) -> int:
     target = (arguments.out or default_path(path, form, precision)).expanduser()
     _check_apart(target, arguments)
     model = checkpoints.load_model(path, arguments.model)
-    batches = calibration.load_batches(model, path, arguments.data, needed=precision == "int8-static")
+    batches = calibration_data.load_batches(model, path, arguments.data, needed=precision == "int8-static")
     example = checkpoints.load_example(model, arguments.example, batches)
     made = model if precision == "32" else quantize(model, precision, calibration=batches)
     exported = export(made, example, form, path=target, dynamic=arguments.dynamic)

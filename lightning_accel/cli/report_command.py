@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_accel.evidence.page import Page
     from lightning_accel.evidence.peaks import Peaks
     from lightning_accel.evidence.record import Record
+    from lightning_accel.evidence.report_model import Page
 
 WRITTEN, NOT_WRITTEN = 0, 2
 """Exit statuses."""
@@ -35,12 +35,16 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report, and says the most of it; returns the exit status."""
-    from lightning_accel.evidence.reading import RecordError, read_earlier, read_record  # late: --help without torch
+    from lightning_accel.evidence.record_reader import (  # late: --help without torch
+        RecordError,
+        read_earlier,
+        read_record,
+    )
 
     try:
         record = read_record(arguments.run)
-        from lightning_accel.evidence.page import page_of
         from lightning_accel.evidence.render import form_of, write
+        from lightning_accel.evidence.report_model import page_of
 
         form_of(arguments.out)
         page = page_of(record, read_earlier(record), _peaks_of(record))

@@ -25,12 +25,12 @@ from lightning_accel.core.allocators import (
     installed_library,
     segment_settings,
 )
+from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.heap import heap_settings
-from lightning_accel.core.own_version import own_version
+from lightning_accel.core.package_version import own_version
 from lightning_accel.core.processor import from_cpuinfo
-from lightning_accel.core.whole_file import write_whole
 
 SECONDS = 20.0
 """How long the comparisons may take, of a machine that nothing is known of."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing_extensions import override
 
 from lightning_accel.core.clocks import StepClock
-from lightning_accel.core.parts import PartTimer
+from lightning_accel.core.phase_timer import PartTimer
 
 
 class HeldTimer(PartTimer):

@@ -1,9 +1,9 @@
 """Optimizers of torch's that can step many parameters together, and when a group of parameters may be stepped so.
 
-Torch's optimizers step in one of three ways: parameter by parameter; by *foreach*, each operation on all parameters of
-a group at once; and *fused*, the whole step of a group in one kernel. A fused kernel walks parameters, gradients and
-states by their addresses. Where their layouts, types or sizes differ it updates wrong elements, without an error (on
-CPU, torch 2.11 to 2.13), so that all of them are looked at before every step that is to be fused.
+Torch's optimizers have three implementations of a step: one parameter after the other; *foreach*, each operation on all
+parameters of a group at once; and *fused*, the whole step of a group in one kernel. A fused kernel walks parameters,
+gradients and states by their addresses. Where their layouts, types or sizes differ it updates wrong elements,
+without an error (on CPU, torch 2.11 to 2.13). So all of them are checked before every fused step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-Way = Literal["fused", "foreach"]
+StepImpl = Literal["fused", "foreach"]
 Group = dict[str, Any]
 
 FUSED: Mapping[type[Optimizer], tuple[str, ...]] = {
@@ -32,7 +32,7 @@ FUSED: Mapping[type[Optimizer], tuple[str, ...]] = {
 FOREACH = (*FUSED, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop)
 """Not ASGD, whose foreach step rounds its learning rate otherwise: by 1e-10 of the weights in float64."""
 
-_DISTRIBUTED: Mapping[Way, tuple[type[Optimizer], ...]] = {"fused": (Adam, AdamW), "foreach": (Adam, AdamW, SGD)}
+_DISTRIBUTED: Mapping[StepImpl, tuple[type[Optimizer], ...]] = {"fused": (Adam, AdamW), "foreach": (Adam, AdamW, SGD)}
 """Those whose operations torch has for DTensors; of the others it raises a ``NotImplementedError`` (torch 2.13)."""
 
 _ON_CPU = (torch.float32, torch.float64)
@@ -82,9 +82,9 @@ def own_choice(group: Group) -> str | None:
     return None
 
 
-def knows_distributed(kind: type[Optimizer], group: Group, way: Way) -> bool:
-    """Whether a group could be stepped in this way if all its parameters that are no plain tensors are DTensors."""
-    return kind in _DISTRIBUTED[way] or all(type(p) in (Tensor, nn.Parameter) for p in group["params"])
+def knows_distributed(kind: type[Optimizer], group: Group, impl: StepImpl) -> bool:
+    """Whether this implementation can step a group in which all parameters but plain tensors are DTensors."""
+    return kind in _DISTRIBUTED[impl] or all(type(p) in (Tensor, nn.Parameter) for p in group["params"])
 
 
 def is_one_operation(kind: type[Optimizer], group: Group) -> bool:
@@ -117,32 +117,34 @@ def _has_fused_adagrad(device_type: str) -> bool:
     return True
 
 
-def why_never(kind: type[Optimizer], group: Group, way: Way) -> str | None:
-    """Why a group must not be stepped in this way, by its settings; None where they allow it."""
+def why_never(kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
+    """Why a group must not be stepped by this implementation, by its settings; None where they allow it."""
     for name, value in group.items():
         if isinstance(value, Tensor) or (name == "betas" and any(isinstance(each, Tensor) for each in value)):
             return f"its {name} is a tensor"
-    if way == "foreach" and kind is SGD and group["nesterov"]:
+    if impl == "foreach" and kind is SGD and group["nesterov"]:
         return "torch's foreach step with nesterov changes .grad, too"
     return own_choice(group)
 
 
-def make_ready(kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], way: Way) -> str | None:
-    """Makes a group ready to be stepped in this way now: None; or says why it must not be.
+def make_ready(
+    kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], impl: StepImpl
+) -> str | None:
+    """Makes a group ready to be stepped by this implementation now: None; or says why it must not be.
 
     To be called before every step, of which each has its own gradients: one or two µs for each parameter.
 
     A fused kernel reads the counts of steps, which are in ``states``, beside the parameter, in float32: they are put
     there.
     """
-    reason = why_never(kind, group, way)
+    reason = why_never(kind, group, impl)
     if reason is not None:
         return reason
     strange = [p for p in group["params"] if type(p) is not nn.Parameter and type(p) is not Tensor]
     strange = [parameter for parameter in strange if parameter.grad is not None]
-    if strange and (reason := _distributed(strange, kind, group, way)):
+    if strange and (reason := _distributed(strange, kind, group, impl)):
         return reason
-    return _fused(kind, group, states, bool(strange)) if way == "fused" else _foreach(group)
+    return _fused(kind, group, states, bool(strange)) if impl == "fused" else _foreach(group)
 
 
 def _foreach(group: Group) -> str | None:
@@ -167,7 +169,7 @@ def _types(parameter: Tensor) -> str:
     return f"a parameter is of {parameter.dtype} on {parameter.device.type}, its gradient of {parameter.grad.dtype}"
 
 
-def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, way: Way) -> str | None:
+def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
     """Parameters that are no plain tensors have all to be DTensors of one mesh, whose gradients lie as they do."""
     # Imported where there are any: it takes a while.
     distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -176,8 +178,8 @@ def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, wa
             return f"a parameter is a {type(parameter).__name__}"
         if type(parameter.grad) is not distributed or parameter.grad.placements != parameter.placements:
             return "a gradient is distributed otherwise than its parameter"
-    if kind not in _DISTRIBUTED[way]:
-        return f"torch has no {way} step of {kind.__name__} for distributed parameters"
+    if kind not in _DISTRIBUTED[impl]:
+        return f"torch has no {impl} step of {kind.__name__} for distributed parameters"
     stepping = sum(parameter.grad is not None for parameter in group["params"])
     if len(strange) < stepping or any(parameter.device_mesh != strange[0].device_mesh for parameter in strange):
         return "not all of its parameters are distributed over the same processes"

@@ -21,11 +21,11 @@ from lightning_accel.core.device import dtype_of_products, own_rng
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated, silent_twin
 from lightning_accel.core.measured import Measured
-from lightning_accel.core.passes import Call, Passes
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.snapshot import random_streams, same_state
-from lightning_accel.core.spread import APART, FACTOR, Measuring, Spread, deviation, is_batched, other_orders
+from lightning_accel.core.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.core.trial_passes import Call, Passes
 
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
@@ -43,7 +43,7 @@ _NOT_TORCHS = frozenset(("random", "numpy.random"))
 
 
 @dataclass(frozen=True)
-class Contender:
+class Variant:
     """One side of a trial.
 
     Attributes:
@@ -135,7 +135,7 @@ class Trial:
     keeps_kernels: bool = False
     purse: Purse | None = None
     alike: Spread = field(default_factory=Spread)
-    formulas: Sequence[Contender] = ()
+    formulas: Sequence[Variant] = ()
 
     def __post_init__(self) -> None:
         tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
@@ -147,11 +147,11 @@ class Trial:
         self._is_warm = False  # whether both sides were called before
         self._paid_until = perf_counter()
 
-    def numbers(self, original: Contender, candidate: Contender, *, in_other_orders: bool = True) -> Comparison:
+    def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> Comparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
 
         The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
-        several orders of its sums is what the candidate may be off (:mod:`lightning_accel.core.spread`), on the
+        several orders of its sums is what the candidate may be off (:mod:`lightning_accel.core.tolerance`), on the
         whole batch too. Where there can be no oracle, the original's own result takes its place. Dropout is off while
         a few samples show that, and on for the whole batch: what is drawn, and for which element, has to be the same.
 
@@ -164,11 +164,11 @@ class Trial:
             left_behind.append("its input")
         return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
 
-    def rehearse(self, side: Contender) -> Comparison:
+    def rehearse(self, side: Variant) -> Comparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
         return self._ended(lambda: Comparison(candidate_ms=1e3 * self._timed(side)))[0]
 
-    def time(self, original: Contender, candidate: Contender) -> Comparison:
+    def time(self, original: Variant, candidate: Variant) -> Comparison:
         """Times both, forward and backward, in turns, and oftener while neither is clearly the faster.
 
         A refusal is for good, where a candidate that is kept meets live trials: it takes two pairs at the least. So do
@@ -203,7 +203,7 @@ class Trial:
         if self.purse is not None and not self.purse.can_pay(times * self._pay()):
             raise _TooDearError
 
-    def _times(self, original: Contender, candidate: Contender) -> Comparison:
+    def _times(self, original: Variant, candidate: Variant) -> Comparison:
         before, after = math.inf, math.inf
         least = MIN_PAIRS if self._is_warm else 2
         for pairs in range(1, 1 + min(MAX_PAIRS, max(self.max_pairs, least))):
@@ -214,14 +214,14 @@ class Trial:
                 break
         return Comparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
 
-    def _timed(self, side: Contender) -> float:
+    def _timed(self, side: Variant) -> float:
         self._ask_purse()
         with side.state():
             return self._passes.seconds(side.call, *side.given(self.args, self.kwargs), self._device)
 
     # -- numbers -----------------------------------------------------------------------------------------------
 
-    def _by_rounding(self, original: Contender, candidate: Contender) -> Comparison:
+    def _by_rounding(self, original: Variant, candidate: Variant) -> Comparison:
         args, kwargs = self.args, self.kwargs
         if self.samples is not None:
             with original.state(), own_rng(self._device):
@@ -230,7 +230,7 @@ class Trial:
         found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
         return replace(found, failure=found.failure or otherwise)
 
-    def _by_spread(self, original: Contender, candidate: Contender) -> Comparison:
+    def _by_spread(self, original: Variant, candidate: Variant) -> Comparison:
         with self._without_dropout() as dropped:
             with original.state(), own_rng(self._device):
                 args, kwargs = self._samples(original.call)
@@ -258,7 +258,7 @@ class Trial:
         return nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
 
     def _both(
-        self, original: Contender, candidate: Contender, args: Any, kwargs: Any
+        self, original: Variant, candidate: Variant, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], str]:
         """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
         expected, before = self._once(original, args, kwargs)
@@ -270,7 +270,7 @@ class Trial:
         is_alike = is_free or all(itertools.starmap(_lie_alike, outputs))
         return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
 
-    def _once(self, side: Contender, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
+    def _once(self, side: Variant, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
         """What it computes, and where the random streams, which are the same for every run, have come to by then."""
         self._ask_purse()
         streams = random_streams(self._device)
@@ -301,12 +301,12 @@ class Trial:
             return self.args, self.kwargs
         return sliced
 
-    def _in_other_orders(self, original: Contender, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
+    def _in_other_orders(self, original: Variant, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
         size = self._batch_size if args is self.args else self.samples or 0
         for call, setting in other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels):
             try:
                 with self._without_dropout(), setting:
-                    run, _ = self._once(Contender(call, original.state), args, kwargs)
+                    run, _ = self._once(Variant(call, original.state), args, kwargs)
             except _TooDearError:
                 raise
             except Exception:  # no order for this computation: views of its input, kernels that want oneDNN
@@ -324,7 +324,7 @@ class Trial:
                 continue
             yield run
 
-    def _oracle(self, original: Contender, args: Any, kwargs: Any) -> list[Tensor] | None:
+    def _oracle(self, original: Variant, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The original in float64; None where that cannot be had, or would take too much memory."""
         if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
             return None

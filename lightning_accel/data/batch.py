@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_accel.data import parts
-from lightning_accel.data.arrays import Array, Arrays
-from lightning_accel.data.parts import Path
+from lightning_accel.data import batch_paths
+from lightning_accel.data.batch_paths import Path
+from lightning_accel.data.tensor_arrays import Array, Arrays
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class ArrayBatch:
 
     def __post_init__(self) -> None:
         self.xp = self.arrays.xp
-        arrays = [part for _, part in parts.parts_of(self.structure) if isinstance(part, self.xp.ndarray)]
+        arrays = [part for _, part in batch_paths.parts_of(self.structure) if isinstance(part, self.xp.ndarray)]
         self._users_own = {id(array): array for array in arrays}  # these stay arrays
 
     def read(self, path: Path) -> Array:
         """The part at ``path`` as an array; bfloat16 as float32."""
-        part = parts.get(self.structure, path)
+        part = batch_paths.get(self.structure, path)
         if not isinstance(part, Tensor):
             return part
         array = self.arrays.array(part)
@@ -68,16 +68,16 @@ class ArrayBatch:
         if in_float32:
             self._bfloat16_paths.discard(path)
         self._written.add(path)
-        self.structure = parts.put(self.structure, path, value)
+        self.structure = batch_paths.put(self.structure, path, value)
 
     def tensor(self, path: Path) -> Tensor:
         """The part at ``path`` as a tensor, of the dtype that it came in."""
-        part = parts.get(self.structure, path)
+        part = batch_paths.get(self.structure, path)
         return part if isinstance(part, Tensor) else self._as_tensor(path, part)
 
     def as_arrays(self) -> Any:
         """The whole structure, with arrays for tensors from now on; those that no array can be made of stay."""
-        for path, part in list(parts.parts_of(self.structure)):
+        for path, part in list(batch_paths.parts_of(self.structure)):
             if isinstance(part, Tensor):
                 with suppress(TypeError, RuntimeError):  # sparse ones, float8 and their like
                     self.write(path, self.read(path))
@@ -85,22 +85,22 @@ class ArrayBatch:
 
     def follow(self, before: Mapping[Path, Any]) -> None:
         """Finds normalised images again after the user's own function; ``before``: the parts that it was given."""
-        after = dict(parts.parts_of(self.structure))
+        after = dict(batch_paths.parts_of(self.structure))
         self.layouts = {path: layout for path, layout in self.layouts.items() if after.get(path) is before.get(path)}
         found: dict[Path, Finish] = {}
         for path, finish in self.finishes.items():
             places = [place for place, part in after.items() if part is before[path]]
-            if not places and parts.is_floating(after.get(path)):
+            if not places and batch_paths.is_floating(after.get(path)):
                 places = [path]  # computed from them, in all likelihood
             found |= dict.fromkeys(places, finish)
         self.finishes = found
 
     def finished(self) -> Any:
         """The structure with a tensor in the place of every array that a transform made, normalised images finished."""
-        made = dict(parts.parts_of(self.structure))
+        made = dict(batch_paths.parts_of(self.structure))
         for path in self._written - made.keys():
             with suppress(LookupError):  # a Map has taken it out again
-                made[path] = parts.get(self.structure, path)
+                made[path] = batch_paths.get(self.structure, path)
         for path, part in made.items():
             if isinstance(part, self.xp.ndarray) and id(part) not in self._users_own:
                 self.write(path, self._as_tensor(path, part))

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_accel.data import kernels, parts
-from lightning_accel.data.arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
+from lightning_accel.data import batch_paths, kernels
 from lightning_accel.data.batch import ArrayBatch, Finish
+from lightning_accel.data.batch_paths import Path
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
-from lightning_accel.data.parts import Path
 from lightning_accel.data.position import Position
 from lightning_accel.data.single_pass import Kind, SinglePass, run_on_host
+from lightning_accel.data.tensor_arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
 from lightning_accel.data.transform import FusibleTransform, Shape, Transform
 
 
@@ -197,7 +197,7 @@ def _in_one_pass(
         if drawn is not None:
             transform.compose(onto, drawn)
     out = work.arrays.empty((samples, channels, onto.height, onto.width), dtype, memory_format)
-    kind = cast(Kind, parts.kind_of(out))
+    kind = cast(Kind, batch_paths.kind_of(out))
     if isinstance(work.arrays, NumpyArrays):
         run_on_host(images, onto, writable(work.arrays, out), kind=kind)
     elif samples:

@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_accel.core.checks import check_choice
-from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, SinglePass
+from lightning_accel.data.tensor_arrays import Array, Arrays
 from lightning_accel.data.transform import FusibleTransform, ImageTransform, Shape, is_number, per_sample
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601

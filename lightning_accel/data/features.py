@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_accel.data import parts
-from lightning_accel.data.arrays import Array
+from lightning_accel.data import batch_paths
 from lightning_accel.data.batch import ArrayBatch
+from lightning_accel.data.batch_paths import Key, Path
 from lightning_accel.data.noise import normal
-from lightning_accel.data.parts import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
+from lightning_accel.data.tensor_arrays import Array
 from lightning_accel.data.transform import Transform, has_channels_last, is_count, is_number
 from lightning_accel.ops import gaussian, sliding
 from lightning_accel.ops.arrays import tensor_as_numpy
@@ -35,7 +35,7 @@ class FeatureTransform(Transform):
 
     def find(self, batch: ArrayBatch) -> Path:
         """Where its part is in the batch."""
-        return parts.find_features(batch.structure, type(self).__name__, self.key)
+        return batch_paths.find_features(batch.structure, type(self).__name__, self.key)
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +122,7 @@ class Whiten(FeatureTransform):
         """
         count, mean, scatter = 0, np.zeros(1), np.zeros(1)
         for batch in loader:
-            rows = _rows(parts.get(batch, parts.find_features(batch, "Whiten.fit", key)))
+            rows = _rows(batch_paths.get(batch, batch_paths.find_features(batch, "Whiten.fit", key)))
             if not rows.size:
                 continue
             if count and (*rows.shape[:-2], rows.shape[-1]) != mean.shape:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 from typing_extensions import override
 
-from lightning_accel.data.arrays import Array, Arrays
 from lightning_accel.data.single_pass import NumpyArray, SinglePass
+from lightning_accel.data.tensor_arrays import Array, Arrays
 from lightning_accel.data.transform import (
     Boxes,
     FusibleTransform,

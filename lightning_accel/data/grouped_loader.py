@@ -20,9 +20,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_accel.data.lengths import UncountedError, lengths_of
-from lightning_accel.data.stand_in import StandIn
-from lightning_accel.data.worker_course import Workers
+from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.worker_epoch import rebuilt
+from lightning_accel.data.worker_schedule import Workers
 
 _WINDOW = 50  # batches; so that an epoch stays random, a quarter of it at most
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

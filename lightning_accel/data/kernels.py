@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_accel.data.arrays import Array
 from lightning_accel.data.single_pass import Kind, NumpyArray, SinglePass
+from lightning_accel.data.tensor_arrays import Array
 
 SOURCE = Path(__file__).with_name("single_pass.cu")
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_accel.core.clocks import StepClock, perf_counter
 from lightning_accel.data.loader_state import UnreadableError, random_state, state_of
-from lightning_accel.data.worker_course import LEAST_WAIT
+from lightning_accel.data.worker_schedule import LEAST_WAIT
 
 LEAST_BATCHES = 8
 """Of an epoch that tells something."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_accel.data import parts
+from lightning_accel.data import batch_paths
 from lightning_accel.data.batch import ArrayBatch
-from lightning_accel.data.parts import Key, Path
+from lightning_accel.data.batch_paths import Key, Path
 from lightning_accel.data.transform import Transform
 
 
@@ -40,9 +40,9 @@ class Map(Transform):
     def __call__(self, batch: ArrayBatch) -> None:
         if self.training_only and batch.rng is None:
             return
-        path = () if self.key is None else parts.named(batch.structure, self.key, "Map")
+        path = () if self.key is None else batch_paths.named(batch.structure, self.key, "Map")
         given = batch.as_arrays() if self.key is None else batch.read(path)
-        parts_before = dict(parts.parts_of(batch.structure))
+        parts_before = dict(batch_paths.parts_of(batch.structure))
         before = _samples(given)
         returned = self.fn(batch.xp, given)
         name = getattr(self.fn, "__qualname__", repr(self.fn))
@@ -57,7 +57,7 @@ class Map(Transform):
             if samples != returned_samples:
                 raise ValueError(
                     f"Map({name}) was given {samples} samples and returned {returned_samples}:"
-                    f" {parts.described(returned)}. It has to return as many samples as it is given."
+                    f" {batch_paths.described(returned)}. It has to return as many samples as it is given."
                 )
         batch.write(path, returned)
         batch.follow(parts_before)
@@ -65,5 +65,5 @@ class Map(Transform):
 
 def _samples(batch: Any) -> dict[Path, int]:
     """The first dimension of every part that has one."""
-    found = ((path, part) for path, part in parts.parts_of(batch) if parts.is_array(part) and part.ndim)
+    found = ((path, part) for path, part in batch_paths.parts_of(batch) if batch_paths.is_array(part) and part.ndim)
     return {path: int(part.shape[0]) for path, part in found}

@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from lightning_accel.data import parts
-from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data import batch_paths
 from lightning_accel.data.batch import ArrayBatch
-from lightning_accel.data.parts import Key, Path
+from lightning_accel.data.batch_paths import Key, Path
 from lightning_accel.data.single_pass import NumpyArray
+from lightning_accel.data.tensor_arrays import Array, Arrays
 from lightning_accel.data.transform import Boxes, ImageTransform, Shape, is_count, is_number, per_sample
 
 
@@ -91,8 +91,8 @@ class _Blending(ImageTransform):
         if batch.rng is None:
             return
         name, path = type(self).__name__, self.find(batch.structure)
-        label_path = parts.find_label(batch.structure, name, path, self.num_classes, self.label_key)
-        labels, samples = self._probabilities(batch, label_path), len(parts.get(batch.structure, path))
+        label_path = batch_paths.find_label(batch.structure, name, path, self.num_classes, self.label_key)
+        labels, samples = self._probabilities(batch, label_path), len(batch_paths.get(batch.structure, path))
         if len(labels) != samples:
             raise ValueError(f"{name}: {len(labels)} labels for {samples} images.")
         drawn = self.change(batch, path)

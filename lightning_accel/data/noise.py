@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_accel.data.arrays import Array
+from lightning_accel.data.tensor_arrays import Array
 
 _AT_A_TIME = 1 << 20  # pairs of numbers, so that what is in between stays small
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from lightning_accel.data import parts
-from lightning_accel.data.arrays import Array, Arrays
+from lightning_accel.data import batch_paths
 from lightning_accel.data.batch import ArrayBatch
-from lightning_accel.data.parts import Key, Path
+from lightning_accel.data.batch_paths import Key, Path
 from lightning_accel.data.single_pass import NumpyArray, SinglePass
+from lightning_accel.data.tensor_arrays import Array, Arrays
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,17 @@ class ImageTransform(Transform):
 
     def find(self, batch: Any) -> Path:
         """Where its images are in a batch."""
-        return parts.find_image(batch, type(self).__name__, self.key)
+        return batch_paths.find_image(batch, type(self).__name__, self.key)
 
     def images(self, batch: ArrayBatch, path: Path) -> tuple[Array, bool]:
         """The images as ``(N, C, H, W)``, and whether their channels come last in the batch; checks them."""
-        part = parts.get(batch.structure, path)
+        part = batch_paths.get(batch.structure, path)
         if part.ndim != 4:
             raise ValueError(
                 f"{type(self).__name__}: the images have shape {tuple(part.shape)}; it takes four dimensions,"
                 " (N, C, H, W) or (N, H, W, C). Map(lambda xp, x: x[:, None], key=...) adds an axis of one channel."
             )
-        kind = parts.kind_of(part)
+        kind = batch_paths.kind_of(part)
         if kind not in self.dtypes and not (kind == "bfloat16" and "float32" in self.dtypes):
             mend = "" if "uint8" in self.dtypes else " Put Normalize before it."
             raise TypeError(f"{type(self).__name__}: the images are {kind}; it takes {', '.join(self.dtypes)}.{mend}")

@@ -22,10 +22,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.host import usable_cores
 from lightning_accel.data.loader_epoch import Data, LoaderEpoch, OwnEpoch
+from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.loader_state import UnreadableError
-from lightning_accel.data.stand_in import StandIn
-from lightning_accel.data.worker_course import LEAST_WAIT, Cost, Workers, course
 from lightning_accel.data.worker_epoch import LoadingProcesses, start_method
+from lightning_accel.data.worker_schedule import LEAST_WAIT, Cost, Workers, course
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.worker_course import Workers
+from lightning_accel.data.worker_schedule import Workers
 
 _PATIENCE_S = 120.0  # for a batch: a worker that was forked while somebody held a lock never answers
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_accel.core.device import device_of
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.agreement import Judge, differs
-from lightning_accel.deploy.beginnings import first_off
 from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in_words, users_line_of
+from lightning_accel.deploy.first_divergence import first_off
 from lightning_accel.deploy.forms import Captured, Form, inputs_of
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from lightning_accel.core.whole_file import is_special
+from lightning_accel.core.atomic_write import is_special
 from lightning_accel.deploy.combinations import Numbers
 from lightning_accel.deploy.forms import FORMS, Form
 

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Iterator
 
-from lightning_accel.core.users_lines import is_users
+from lightning_accel.core.user_frames import is_users
 
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 _NODE = re.compile(r"Error when translating node %(\w+)")

@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
-from lightning_accel.core.users_lines import users_line
-from lightning_accel.deploy.beginnings import first_off
+from lightning_accel.core.user_frames import users_line
 from lightning_accel.deploy.errors import QuantizeError, users_line_of
+from lightning_accel.deploy.first_divergence import first_off
 from lightning_accel.deploy.half import DTYPES, HalfPrecision
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.losses import outputs_of, percent, worst

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.core.spread import deviation
+from lightning_accel.core.tolerance import deviation
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.inputs import Arguments
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_accel.evidence.figures import can_draw, share_bar
 from lightning_accel.evidence.module_tree import Node
-from lightning_accel.evidence.page import Page
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.report_model import Page
 from lightning_accel.evidence.served import Served
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from lightning_accel.evidence import found_around as around
-from lightning_accel.evidence import found_in_memory as in_memory
-from lightning_accel.evidence import found_in_steps as in_steps
+from lightning_accel.evidence import compute_findings as in_steps
+from lightning_accel.evidence import memory_findings as in_memory
+from lightning_accel.evidence import overhead_findings as around
 from lightning_accel.evidence.finding import Finding, Seen
 from lightning_accel.evidence.record import Record
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lightning_accel.evidence import parts
+from lightning_accel.evidence import phase_names
 from lightning_accel.evidence.record import Record, Steps
 from lightning_accel.evidence.speed import BEGINNING
 
@@ -81,7 +81,7 @@ class Seen:
     @property
     def computing(self) -> float:
         """The share of a step that is forward pass, backward pass and optimizer."""
-        return sum(map(self.share, (parts.FORWARD, parts.BACKWARD, parts.OPTIMIZER)))
+        return sum(map(self.share, (phase_names.FORWARD, phase_names.BACKWARD, phase_names.OPTIMIZER)))
 
     def share_of_operations(self, ms: float) -> float:
         """Which share of a typical step some operations take that took ``ms`` in the step that was taken apart.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_accel.evidence import anatomy as categories
+from lightning_accel.evidence import step_breakdown as categories
 from lightning_accel.evidence.record import Record
 
 BESIDE_ON_GPU = "workspace within operations, and what other steps held beside"

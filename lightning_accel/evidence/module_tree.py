@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lightning_accel.evidence.anatomy import OPTIMIZER, Anatomy, ModuleCost
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, ModuleCost
 
 ROOT = "(model)"
 MOST = 500

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.core.measured import finite
-from lightning_accel.evidence.anatomy import Anatomy
 from lightning_accel.evidence.served import Served
+from lightning_accel.evidence.step_breakdown import Anatomy
 
 FORMAT = 1
 FOLDER = "accel"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.measured import finite
-from lightning_accel.core.whole_file import write_whole
 from lightning_accel.evidence import charts, tables
 from lightning_accel.evidence.figures import MEND, can_draw
-from lightning_accel.evidence.page import Page
+from lightning_accel.evidence.report_model import Page
 
 
 def to_html(page: Page) -> str:

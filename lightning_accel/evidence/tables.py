@@ -9,14 +9,14 @@ from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence.cells import Table, bounds, bytes_cell, number_cell, share_cell, table, without_empty
-from lightning_accel.evidence.course import EPOCH_HEADS
 from lightning_accel.evidence.headline import gain_of
 from lightning_accel.evidence.memory_use import MemoryUse
 from lightning_accel.evidence.module_tree import Node
-from lightning_accel.evidence.page import Page
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.report_model import Page
+from lightning_accel.evidence.run_history import EPOCH_HEADS
 from lightning_accel.evidence.served import Served
-from lightning_accel.evidence.tried_tables import contributions_table, trials_table
+from lightning_accel.evidence.technique_tables import contributions_table, trials_table
 
 _SHARES = ("data_wait_frac", "mfu")
 _MOST_LEAVES = 40

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_accel.callbacks._beside import beside
+from lightning_accel.callbacks._detached_callback import beside
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.lightning.packages import LightningModule, Trainer
-from lightning_accel.lightning.searches import Searches
+from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.settings import Plan
 
 

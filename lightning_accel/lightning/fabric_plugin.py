@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.lightning.packages import FabricPrecision
-from lightning_accel.lightning.planned import Planned, Reports
+from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 
 
-class AccelFabricPlugin(Planned, FabricPrecision):
+class AccelFabricPlugin(PluginBase, FabricPrecision):
     """Makes a Fabric loop run faster and smaller: ``Fabric(plugins=[AccelFabricPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does, and does with the module that

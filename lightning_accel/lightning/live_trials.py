@@ -15,7 +15,7 @@ from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
-from lightning_accel.core.out_of_memory import is_out_of_memory
+from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
@@ -24,15 +24,15 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import ActionPatch, FetchPatch, hook_action
-from lightning_accel.lightning.searches import Searches
+from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning import remembered, verdicts
+from lightning_accel.tuning import tuning_cache, verdict_cache
 from lightning_accel.tuning.comparison import Choices
-from lightning_accel.tuning.questions import MIN_TURNS
-from lightning_accel.tuning.remembered import DamagedError, Key
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.trials import LiveTrials
-from lightning_accel.tuning.verdicts import Known, Program
+from lightning_accel.tuning.tuning_cache import DamagedError, Key
+from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.verdict_cache import Known, Program
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _TRIAL_BATCHES = 2  # on which the parts are tried
@@ -305,7 +305,7 @@ class LiveTuning:
             known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
             if not self._is_too_short:
-                have(self._engine, self._arms, {})  # what no steps can prove is not to stay
+                set_choices(self._engine, self._arms, {})  # what no steps can prove is not to stay
             self._is_too_short = True  # which changes where fewer batches are accumulated later
             self._is_nothing = self._purse is not None
             return None
@@ -340,7 +340,7 @@ class LiveTuning:
         self._program = program_of(trainer, batch, self._engine.host, self._settings)
         known = None
         if trainer.is_global_zero and self._program is not None:
-            known = verdicts.recall(self._program)
+            known = verdict_cache.recall(self._program)
         known = trainer.strategy.broadcast(known)
         if known is not None:
             self.recall(known)
@@ -359,7 +359,7 @@ class LiveTuning:
         if self._program is None or not self._trainer.is_global_zero:
             return
         try:
-            verdicts.remember(self._program, self._engine.decisions, self.settled or self._known)
+            verdict_cache.remember(self._program, self._engine.decisions, self.settled or self._known)
         except OSError as error:
             self._engine.report.note(f"what the trials found could not be remembered: {error}")
 
@@ -371,7 +371,7 @@ class LiveTuning:
         known, complaint = None, ""
         if self._trainer.is_global_zero:
             try:
-                known = remembered.recall(key)
+                known = tuning_cache.recall(key)
             except DamagedError as error:
                 complaint = f"{error}: what it remembers is not used. `lightning-accel cache --clear` removes it."
         known, complaint = self._trainer.strategy.broadcast((known, complaint))
@@ -409,7 +409,7 @@ class LiveTuning:
         self._keep_verdicts()
         if self._trainer.is_global_zero and self._key is not None and not tuning.is_earlier:
             try:
-                remembered.remember(self._key, tuning)
+                tuning_cache.remember(self._key, tuning)
             except OSError as error:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
 
@@ -420,7 +420,7 @@ def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | 
     return Program.of(trainer.lightning_module, batch, host.described, settings, held)
 
 
-def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+def set_choices(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
     """Puts in force what was settled, in a run that tries nothing: an evaluation."""
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
@@ -429,7 +429,7 @@ def have(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
 
 
 def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
-    engine.rest(arm.name for arm in arms if arm.name not in choices)
+    engine.disable(arm.name for arm in arms if arm.name not in choices)
 
 
 def _peak_of(device: torch.device) -> PeakMemory | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.feeding import followed_by, give_loaders_back, takes_loader
+from lightning_accel.lightning.batch_transfer import followed_by, give_loaders_back, takes_loader
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import combined_loader
 from lightning_accel.techniques.base import LoaderTerms

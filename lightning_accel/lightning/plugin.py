@@ -23,9 +23,7 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.added_logger import AddedLogger
-from lightning_accel.lightning.autocasting import AutocastingPrecision, ResolvedPrecision, nested
-from lightning_accel.lightning.beginning import Beginning, asks_by_name, begins_plain
-from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.autocast_precision import AutocastPrecision, ResolvedPrecision, nested
 from lightning_accel.lightning.packages import (
     LightningModule,
     Precision,
@@ -37,15 +35,17 @@ from lightning_accel.lightning.packages import (
     own,
     package_of,
 )
-from lightning_accel.lightning.planned import Planned, Reports
+from lightning_accel.lightning.plain_start import PlainStart, asks_by_name, begins_plain
+from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.lightning.run import Run, may_lack_memory
+from lightning_accel.lightning.run_state import RunState
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import check_optimizer, resolve_precision
 from lightning_accel.techniques.registry import declarations
-from lightning_accel.tuning.settled import Tuning
-from lightning_accel.tuning.verdicts import Program
+from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.verdict_cache import Program
 
 # Of a Trainer with precision=, which a library may have given it.
 PRECISION_MEND = ', which decides on the precision itself. Trainer(strategy="accel") brings it and takes precision='
@@ -53,7 +53,7 @@ _FABRICS = "Fabric takes another plugin: Fabric(plugins=[AccelFabricPlugin()])."
 XLA_MEND = ". For XLA devices there is lightning_accel.AccelXLAPlugin: Trainer(plugins=[AccelXLAPlugin()])"
 
 
-class AccelPlugin(Planned, AutocastingPrecision):
+class AccelPlugin(PluginBase, AutocastPrecision):
     """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, which can be set from YAML, too. The module is edited
@@ -73,15 +73,15 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self.plan = Plan(**settings)
         precision = self.plan.precision
         at_first: ResolvedPrecision = "32-true" if precision == "auto" else precision
-        AutocastingPrecision.__init__(self, at_first, is_chosen=precision == "auto")
+        AutocastPrecision.__init__(self, at_first, is_chosen=precision == "auto")
         self.purse: Purse | None = None
         self._asks_by_name = asks_by_name(self.plan)
         self._at_first = {name: "off" if self.plan.is_off(name) else _WAITS for name in declarations()}
         self._run: Run | None = None
-        self._beginning: Beginning | None = None
+        self._plain_start: PlainStart | None = None
         self._added_logger: AddedLogger | None = None
         self._aside = PatchSet()
-        self._kept = Kept()
+        self._kept = RunState()
         self._reports = Reports()
         self._memory_schedule: MemorySchedule | None = None
 
@@ -134,11 +134,11 @@ class AccelPlugin(Planned, AutocastingPrecision):
         assert self.purse is not None
         wins_untried = self.plan.precision == "auto" and precision != "32-true"
         terms = module, host, self.plan, self._kept, self.purse
-        self._beginning = Beginning(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
+        self._plain_start = PlainStart(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
             self._run.guard()
-            self._beginning.begin_with(self._run)
+            self._plain_start.begin_with(self._run)
             self._reports.begin(self._run.engine.report, is_fitting=True)  # which tells of a lack of memory
         self.purse.pay("getting ready", seconds() - began)
         return module
@@ -167,7 +167,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
         record = report.of("precision")
         record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
         run.start(left_out, program)
-        if self._beginning is not None:
+        if self._plain_start is not None:
             self._meet(run.trainer.optimizers)
 
     def _meet(self, optimizers: Sequence[Optimizer]) -> None:
@@ -176,7 +176,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
             if isinstance(optimizer, LBFGS):
                 self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
             check_optimizer(optimizer, self.precision)
-        self._run.engine.meet(optimizers)
+        self._run.engine.add_optimizers(optimizers)
 
     def _stay_plain(self, reason: str) -> None:
         """Has the whole run be the user's own."""
@@ -187,7 +187,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     def _stand_aside(self) -> None:
         """Leaves what a plain step calls to Lightning's own methods: of short steps, ours are a part that counts."""
-        beginning = self._beginning
+        beginning = self._plain_start
         is_by_hand = beginning is not None and beginning.is_by_hand
         if self._aside or self._run is not None or self.precision != "32-true" or is_by_hand:
             return
@@ -203,17 +203,17 @@ class AccelPlugin(Planned, AutocastingPrecision):
         self._run = None
         if self.plan.precision == "auto":
             self._set_precision("32-true")
-        if self._beginning is not None and not self._beginning.goes_on():
-            self._beginning.close()
+        if self._plain_start is not None and not self._plain_start.goes_on():
+            self._plain_start.close()
             self._stand_aside()
 
     def _end_beginning(self) -> None:
-        if self._beginning is None:
+        if self._plain_start is None:
             return
-        self._beginning.close()
+        self._plain_start.close()
         if self._run is None or not self._run.is_started:
             self._stay_plain("the run was over before it could pay for that")
-        self._beginning = None
+        self._plain_start = None
 
     def _loggers(self, trainer: Trainer) -> list[SpeedMemoryLogger]:
         added = [] if self._added_logger is None else [self._added_logger.logger]
@@ -236,8 +236,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._beginning is not None and self._beginning.trains:
-            self._beginning.batch(data)
+        if self._plain_start is not None and self._plain_start.trains:
+            self._plain_start.batch(data)
         live = None if self._run is None else self._run.live
         if live is not None and live.turns.expects_batch:
             live.turns.batch(data)
@@ -265,8 +265,8 @@ class AccelPlugin(Planned, AutocastingPrecision):
 
     def _interrupt(self) -> None:
         """Tells all who time steps that what comes next is none of training."""
-        if self._beginning is not None:
-            self._beginning.interrupt()
+        if self._plain_start is not None:
+            self._plain_start.interrupt()
         if self._run is not None:
             self._run.interrupt()
         if self._added_logger is not None:
@@ -275,7 +275,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def _step(self, stage: str) -> AbstractContextManager[None]:
         forward = self.forward_context()
         if self._run is None:
-            beginning = self._beginning if stage == "train" else None
+            beginning = self._plain_start if stage == "train" else None
             return forward if beginning is None else beginning.around(forward)
         # The validation that checks sanity before a fit must not decide for training.
         step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
@@ -309,11 +309,11 @@ class AccelPlugin(Planned, AutocastingPrecision):
         try:
             result = run()
         except Exception as error:
-            if self._beginning is not None:
-                self._beginning.raised(error)
+            if self._plain_start is not None:
+                self._plain_start.raised(error)
             raise
-        if self._beginning is not None and not self._beginning.is_over:
-            self._beginning.stepped()
+        if self._plain_start is not None and not self._plain_start.is_over:
+            self._plain_start.stepped()
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class AccelPlugin(Planned, AutocastingPrecision):
     def __reduce__(self) -> Any:
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
-        running = ("_run", "_beginning", "_added_logger", "_unscaled", "purse")
+        running = ("_run", "_plain_start", "_added_logger", "_unscaled", "purse")
         state = {name: value for name, value in state.items() if name not in _OF_A_PLAIN_STEP}
         state |= {**dict.fromkeys(running), "_kept": copy(self._kept), "_runs_in_float32": False, "_aside": PatchSet()}
         return make, (kind, state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accel.assembly import surroundings_for
+from lightning_accel.assembly import build_context
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
@@ -19,30 +19,30 @@ from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.engine import Decisions, Engine
-from lightning_accel.lightning.autocasting import AutocastingPrecision
-from lightning_accel.lightning.edges import Edges
-from lightning_accel.lightning.feeding import Feeding, followed_by
-from lightning_accel.lightning.kept import Kept
-from lightning_accel.lightning.live_trials import LiveTuning, have
+from lightning_accel.lightning.autocast_precision import AutocastPrecision
+from lightning_accel.lightning.batch_transfer import Feeding, followed_by
+from lightning_accel.lightning.live_trials import LiveTuning, set_choices
 from lightning_accel.lightning.loaders import Loaders
-from lightning_accel.lightning.out_of_memory import OPTIMIZER, MemoryAnswers
+from lightning_accel.lightning.oom_recovery import OPTIMIZER, MemoryAnswers
 from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Strategy, Trainer, TrainerFn
+from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
+from lightning_accel.lightning.step_outputs import Edges
 from lightning_accel.memory.inventory import has_limit_of_its_own
-from lightning_accel.memory.page import StepMemoryError
+from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.registry import declarations
-from lightning_accel.tuning.verdicts import Program
+from lightning_accel.tuning.verdict_cache import Program
 
 _LOOK = 0.01  # of a turn, which a look before every switch may take
 
 
 class RunPrecision(Protocol):
-    """What a run asks of the precision plugin: an :class:`AutocastingPrecision`, or one for XLA."""
+    """What a run asks of the precision plugin: an :class:`AutocastPrecision`, or one for XLA."""
 
     precision: Any
 
@@ -84,7 +84,7 @@ class Run:
         host: Host,
         plan: Plan,
         precision: RunPrecision,
-        kept: Kept,
+        kept: RunState,
         purse: Purse | None = None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]] = tuple,
     ) -> None:
@@ -93,7 +93,7 @@ class Run:
         trainer = module.trainer
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.is_started = False
-        self._around = surroundings_for(plan, module, host, device=trainer.strategy.root_device)
+        self._around = build_context(plan, module, host, device=trainer.strategy.root_device)
         self.engine = self._make_engine(host)
         self._is_answering = plan.out_of_memory != "off"
         # FSDP's ranks gather parameters within a step, which none can repeat alone.
@@ -177,7 +177,7 @@ class Run:
         self._around_steps.undo()
         self._around_steps = PatchSet()
         engine.begin(left_out)
-        self.memory.have(self._kept.put_on if self.is_fitting else [])
+        self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
         self._hook(self._guards(), self._around_steps)
         if self._is_in_force():
             self._hook(self._passages(strategy), self._around_steps)
@@ -204,14 +204,14 @@ class Run:
                 )
                 self._hook(self.live.turns.patches())
         elif self._kept.tuning is not None and plan.tune == "auto":
-            have(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
+            set_choices(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
     def _guards(self) -> Iterator[Patch]:
         """The edits that stand between a step of the strategy and the user's own, from the inside out."""
         strategy, precision = self._module.trainer.strategy, self._precision
         if self._split is not None:
             yield from self._split.patches(strategy)
-        if isinstance(precision, AutocastingPrecision):  # XLA has another one, and runs a step when it is over
+        if isinstance(precision, AutocastPrecision):  # XLA has another one, and runs a step when it is over
             edges = self._edges = Edges(self._module, self.engine, precision, self._can_repeat_step, self._withdraw)
             if self._is_in_force():
                 yield from edges.patches(strategy)
@@ -253,7 +253,7 @@ class Run:
     def resume(self, decisions: Decisions) -> None:
         """Goes on from a checkpoint that was read into what is kept."""
         self.engine.decisions.update(decisions)
-        self.memory.have(self._kept.put_on if self.is_fitting else [])
+        self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
         self.engine.carry_out(decisions)
         if self.live is not None and self._kept.tuning is not None:
             self.live.resumed = self._kept.tuning
@@ -291,7 +291,7 @@ class Run:
             run(loss)
             return
         precision = self._precision
-        assert isinstance(precision, AutocastingPrecision), "others have no net"
+        assert isinstance(precision, AutocastPrecision), "others have no net"
 
         def run_repeated(outputs: Any) -> None:  # as Lightning does with what a step returns
             repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
@@ -303,7 +303,7 @@ class Run:
         """An optimizer's step, above the net where there is one."""
         if optimizer is not self._stepping:
             self._stepping = optimizer
-            self.engine.meet([optimizer])  # it may be one that was made in mid-run
+            self.engine.add_optimizers([optimizer])  # it may be one that was made in mid-run
         try:
             return run() if self.net is None or self._is_bare else self.net.optimizer_step(run)
         except Exception as error:
@@ -356,10 +356,10 @@ class Run:
         if self.live is not None:
             self.live.lose(name)
         if name == "precision":
-            assert isinstance(self._precision, AutocastingPrecision), "others watch over nothing"
+            assert isinstance(self._precision, AutocastPrecision), "others watch over nothing"
             self._precision.give_up(self.engine.report, reason)
         else:
-            self.engine.stand_aside(reason, name)
+            self.engine.revert_all(reason, name)
 
     def _yields(self, error: Exception) -> bool:
         return self.live is not None and self.live.yields(error)

@@ -5,7 +5,7 @@ and all else, and it is repeated: without the technique that the error speaks of
 without us; the report says what happened. Only if that raises as well is it the user's own error, which they get alone.
 
 A step that has run out of memory would need more without us. It is repeated with what needs less
-(:mod:`~lightning_accel.lightning.out_of_memory`), as often as there is something left to put on.
+(:mod:`~lightning_accel.lightning.oom_recovery`), as often as there is something left to put on.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.checks import SettingError
-from lightning_accel.core.out_of_memory import free_what_failed, is_out_of_memory, without_frames
+from lightning_accel.core.oom_errors import free_what_failed, is_out_of_memory, without_frames
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import AccelError, EditError
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.attempt import Attempt, SmallState, Step, begins_gradients
-from lightning_accel.lightning.autocasting import AutocastingPrecision
-from lightning_accel.lightning.edges import DRAWS_GOING_BACKWARD, Edges
-from lightning_accel.lightning.out_of_memory import STEPS, MemoryAnswers
+from lightning_accel.lightning.autocast_precision import AutocastPrecision
+from lightning_accel.lightning.error_attribution import suspects
+from lightning_accel.lightning.oom_recovery import STEPS, MemoryAnswers
 from lightning_accel.lightning.packages import LightningModule, Strategy
-from lightning_accel.lightning.suspects import suspects
+from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD, Edges
+from lightning_accel.lightning.step_snapshot import Attempt, SmallState, Step, begins_gradients
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.
 _NOT_OURS = (StopIteration, SettingError, AccelError)
@@ -56,7 +56,7 @@ class SafetyNet:
         module: LightningModule,
         engine: Engine,
         is_ours: Callable[[], bool],
-        precision: AutocastingPrecision,
+        precision: AutocastPrecision,
         edges: Edges,
         memory: MemoryAnswers,
         withdraw: Callable[[str, str], None],
@@ -240,7 +240,7 @@ class SafetyNet:
         args, kwargs = attempt.given
         is_freed = False
         while True:
-            self._engine.listen()
+            self._engine.apply_updates()
             free_what_failed(self._module.device)
             self._take_back(attempt, error)
             if self._yields(error):
@@ -248,7 +248,7 @@ class SafetyNet:
             elif trains and self._memory.put_on_next():
                 pass
             elif self._engine.is_trying:  # a trial's own memory may be what there is none for
-                self._engine.stand_aside(f"a step raised {one_line(error)}")
+                self._engine.revert_all(f"a step raised {one_line(error)}")
                 self._gives_up()
             elif not trains and not is_freed:
                 is_freed = True
@@ -308,7 +308,7 @@ class SafetyNet:
                 self._engine.report.note(f"a step with an arm on trial raised {one_line(error)}, and ran without it")
                 return outputs
         self._gives_up()
-        self._engine.stand_aside(remark)
+        self._engine.revert_all(remark)
         model = self._module.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
             # No buffers are sent again: the other ranks are past that. DDP's forward sets this for the next one.

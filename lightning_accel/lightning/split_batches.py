@@ -22,9 +22,9 @@ from lightning_accel.core.report import Report
 from lightning_accel.core.samples import count_samples, split_samples
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.lightning.attempt import begins_gradients
 from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, is_overridden
 from lightning_accel.lightning.split_logs import SplitLogs
+from lightning_accel.lightning.step_snapshot import begins_gradients
 
 NAME = "out_of_memory"
 """Its record in the report."""
@@ -64,7 +64,7 @@ class SplitBatches:
         if why:
             self._refuse(why)
         else:
-            self._have(most)
+            self._set_limit(most)
 
     def halve(self, batch: Any) -> str:
         """Has parts be at most half as large as what of ``batch`` was too large; why that cannot be, or nothing."""
@@ -82,13 +82,13 @@ class SplitBatches:
             self._refuse(why)
             return why
         self._former = self.most
-        self._have(half)
+        self._set_limit(half)
         return ""
 
     def give_up(self, why: str) -> None:
         """Takes the latest halving back, and halves no more."""
         self._given_up = f"in parts of {self.most} samples {why}"
-        self._have(self._former)
+        self._set_limit(self._former)
         self._refuse(self._given_up)
 
     def _why_never(self) -> str:
@@ -101,7 +101,7 @@ class SplitBatches:
         hooked = [name for name, one in self._module.named_parameters() if has_gradient_hooks(one)]
         return f"hooks on the gradient of {hooked[0]!r} would be called for every part" if hooked else ""
 
-    def _have(self, most: int | None) -> None:
+    def _set_limit(self, most: int | None) -> None:
         self.most = most
         record = self._report.of(NAME)
         record.is_on, record.status = most is not None, str(self)

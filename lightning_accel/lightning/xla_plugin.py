@@ -15,11 +15,11 @@ from lightning_accel.core import cache, xla
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.lightning.added_logger import AddedLogger
-from lightning_accel.lightning.autocasting import nested
-from lightning_accel.lightning.kept import Kept
+from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.packages import LightningModule, Strategy, XLAPrecision, own
-from lightning_accel.lightning.planned import Planned, Reports
+from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.lightning.run import Run
+from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import Arm
@@ -32,7 +32,7 @@ _NO_ANSWERS = (
 )
 
 
-class AccelXLAPlugin(Planned, XLAPrecision):
+class AccelXLAPlugin(PluginBase, XLAPrecision):
     """What there is to gain under XLA: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does; what XLA does itself, and what
@@ -87,7 +87,7 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         self.precision, reason = resolve_precision(self.plan.precision, host)
         kept = xla.keep_programs(cache.xla_programs())
         # Neither can be had; what was asked for by name is said aloud, below.
-        self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, Kept())
+        self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, RunState())
         report = self._run.engine.report
         self._reports.begin(report, is_fitting=self._run.is_fitting)
         record = report.of("precision")
@@ -125,7 +125,7 @@ class AccelXLAPlugin(Planned, XLAPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self._run is not None:
-            self._run.engine.meet(optimizers)
+            self._run.engine.add_optimizers(optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------

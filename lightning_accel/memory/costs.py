@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.passes import Call, Passes
 from lightning_accel.core.tree import storage_of, storages_of, tensors_in
+from lightning_accel.core.trial_passes import Call, Passes
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.recompute import keeps_statistics, recomputed
-from lightning_accel.memory.saved import saving, sparing
+from lightning_accel.memory.saved_tensors import saving, sparing
 
 Policy = Literal["keep", "selective", "full", "offload", "full+offload"]
 """What a block does with its activations: keep, recompute or offload them; the more, the later in this list."""

@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.core.out_of_memory import asked_bytes
+from lightning_accel.core.oom_errors import asked_bytes
 from lightning_accel.core.tree import tensors_in, unique_bytes
-from lightning_accel.core.users_lines import is_users
+from lightning_accel.core.user_frames import is_users
 from lightning_accel.memory.meter import device_memory_bytes
 
 

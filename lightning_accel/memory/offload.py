@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
-from lightning_accel.memory.saved import Packed, counter_of, shares_counter
+from lightning_accel.memory.saved_tensors import Packed, counter_of, shares_counter
 
 # Of those saved before a tensor, so many are looked at for the next that are still needed.
 _LOOK_BACK = 100

@@ -24,7 +24,7 @@ from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory import packing
 from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
 from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, choose
-from lightning_accel.memory.saved import Packed
+from lightning_accel.memory.saved_tensors import Packed
 
 MIN_BYTES = 64 << 10
 """Smaller tensors are left alone: their bytes are not worth the calls."""
@@ -45,7 +45,7 @@ Key = tuple[int, int, torch.dtype, str, bool]
 
 
 class Packer:
-    """A :class:`~lightning_accel.memory.saved.Saver` that keeps sparse tensors and masks packed."""
+    """A :class:`~lightning_accel.memory.saved_tensors.Saver` that keeps sparse tensors and masks packed."""
 
     def __init__(self, *, min_bytes: int = MIN_BYTES, max_time_share: float = MAX_TIME_SHARE) -> None:
         self._min_bytes = min_bytes

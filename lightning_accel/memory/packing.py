@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_accel.memory.words import Split, fill_words, join_words, mask_bits, split_words
+from lightning_accel.memory.bitpacking import Split, fill_words, join_words, mask_bits, split_words
 from lightning_accel.ops.nonzeros import WORDS, passes_relu, word_of
 
 PACKABLE = frozenset(

@@ -2,7 +2,7 @@
 
 The first step runs with every block recomputed, as lean as can be without a plan, while each kind of block is measured
 by every policy (:mod:`~lightning_accel.memory.costs`). The next steps are metered: the peaks that the allocator shows
-make the problem (:mod:`~lightning_accel.memory.solve`), its answer runs, and is mended by what it shows in turn.
+make the problem (:mod:`~lightning_accel.memory.knapsack`), its answer runs, and is mended by what it shows in turn.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private.autograd import is_in_backward
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
+from lightning_accel.memory.knapsack import Choice, Problem
 from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
+from lightning_accel.memory.planning_rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
 from lightning_accel.memory.recorder import Call, OptimizerWatch, StepRecorder
-from lightning_accel.memory.rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
-from lightning_accel.memory.solve import Choice, Problem
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.

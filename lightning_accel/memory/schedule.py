@@ -17,11 +17,11 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block
+from lightning_accel.memory.knapsack import Stage
 from lightning_accel.memory.offload import Offloader, Offloading
+from lightning_accel.memory.planning_rounds import Policies
 from lightning_accel.memory.recompute import Run, trained_patch
-from lightning_accel.memory.rounds import Policies
-from lightning_accel.memory.saved import saving
-from lightning_accel.memory.solve import Stage
+from lightning_accel.memory.saved_tensors import saving
 
 _OTHER = "other activations, transients"
 

@@ -16,8 +16,8 @@ import psutil
 import torch
 from typing_extensions import override
 
+from lightning_accel.core.atomic_write import is_special
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.core.whole_file import is_special
 from lightning_accel.lightning.packages import TorchCheckpointIO
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux

@@ -49,7 +49,7 @@ class _Process:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", "from lightning_accel.search.stand_in import main; main()"],
+            [sys.executable, "-c", "from lightning_accel.search.toy_training import main; main()"],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

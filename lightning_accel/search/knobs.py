@@ -11,7 +11,7 @@ import torch
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, can_expand_segments, heaps, segment_settings
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.host import Host, usable_cores
-from lightning_accel.data.worker_course import LEAST_WAIT, MOST_WORKERS
+from lightning_accel.data.worker_schedule import LEAST_WAIT, MOST_WORKERS
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import Setup

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_accel.core.host import Host
-from lightning_accel.data.worker_course import LEAST_WAIT
-from lightning_accel.search.answers import Answers
-from lightning_accel.search.bench import Bench
+from lightning_accel.data.worker_schedule import LEAST_WAIT
 from lightning_accel.search.job import Job
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.knobs import Knob, knobs
 from lightning_accel.search.progress import SearchProgress
 from lightning_accel.search.runs import RunError
+from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup_runs import Bench
 from lightning_accel.tuning.comparison import Result
 
 _RESERVE = 0.2  # of the time, for the last comparison

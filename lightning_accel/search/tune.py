@@ -21,11 +21,11 @@ from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer, own
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.answers import answers_for
 from lightning_accel.search.job import LOADER_SETTINGS, Job
 from lightning_accel.search.judging import OBJECTIVES, Facts, Objective
 from lightning_accel.search.progress import SearchProgress, better
 from lightning_accel.search.search import Outcome, Search
+from lightning_accel.search.search_cache import answers_for
 from lightning_accel.search.setup import Setup
 
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)\s*")

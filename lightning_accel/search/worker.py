@@ -21,7 +21,7 @@ import psutil
 import torch
 from typing_extensions import override
 
-from lightning_accel.core.out_of_memory import is_out_of_memory
+from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.lightning.packages import (
     Callback,

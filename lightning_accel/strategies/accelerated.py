@@ -46,7 +46,7 @@ class Accelerated(Strategy):
     norms on CPUs too, acts on SLURM's signals between two steps, and names the process that died when a run breaks off.
     """
 
-    wants_pipeline = True  # what lightning_accel.lightning.feeding asks
+    wants_pipeline = True  # what lightning_accel.lightning.batch_transfer asks
     # What to say beside errors of torch's, by a part of their text.
     explanations: ClassVar[Mapping[str, str]] = {
         "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"

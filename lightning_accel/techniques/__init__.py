@@ -1,17 +1,17 @@
 """The techniques, and what is needed to write another: see CONTRIBUTING.md."""
 
 from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.notes import Notes, Verdict
 from lightning_accel.techniques.registry import register
 
 __all__ = [
     "AttributePatch",
+    "BuildContext",
     "MethodPatch",
     "Notes",
     "Patch",
     "Refusal",
-    "Surroundings",
     "Technique",
     "Verdict",
     "register",

@@ -18,8 +18,8 @@ from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.device import Span
 from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.saved import saving
-from lightning_accel.techniques.base import Relief, Surroundings, Technique
+from lightning_accel.memory.saved_tensors import saving
+from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.registry import register
 
 OffloadingSetting = Literal["auto", "off", "host", "disk"]
@@ -100,20 +100,20 @@ class ActivationOffloading(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: OffloadingPlan, surroundings: Surroundings) -> Self | None:
-        if not settings.always or surroundings.settings["memory_budget"].budget != "off":
+    def from_settings(cls, settings: OffloadingPlan, context: BuildContext) -> Self | None:
+        if not settings.always or context.settings["memory_budget"].budget != "off":
             return None  # the planner of the budget decides what is offloaded
-        return cls(settings, surroundings.model, surroundings.device)
+        return cls(settings, context.model, context.device)
 
     @classmethod
     @override
-    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
-        settings = surroundings.settings[cls.name]
+    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
+        settings = context.settings[cls.name]
         # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
-        is_taken = surroundings.settings["memory_budget"].budget != "off"
-        is_recorded = surroundings.settings["compile"].mode in _RECORDING
-        if settings.to == "auto" and surroundings.device.type == "cuda" and not (is_taken or is_recorded):
-            yield Relief(replace(settings, to="host"), costs=0.25, keeps=0.1)
+        is_taken = context.settings["memory_budget"].budget != "off"
+        is_recorded = context.settings["compile"].mode in _RECORDING
+        if settings.to == "auto" and context.device.type == "cuda" and not (is_taken or is_recorded):
+            yield OomFallback(replace(settings, to="host"), costs=0.25, keeps=0.1)
 
     @classmethod
     @override

@@ -18,7 +18,7 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
@@ -108,12 +108,12 @@ class AllocatorTechnique(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: AllocatorPlan, surroundings: Surroundings) -> Self:
-        given = surroundings.settings
+    def from_settings(cls, settings: AllocatorPlan, context: BuildContext) -> Self:
+        given = context.settings
         for_memory = "activation_offloading" if given["activation_offloading"].to == "disk" else ""
         if given["memory_budget"].budget != "off":
             for_memory = "memory_budget"
-        return cls(for_memory, surroundings.device.index)
+        return cls(for_memory, context.device.index)
 
     @override
     def unavailable(self, host: Host) -> str | None:

@@ -48,7 +48,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Relief:
+class OomFallback:
     """A way to need less memory that changes no number, and can be put on in mid-run."""
 
     settings: Any  # the technique's own, with which it is made anew
@@ -59,7 +59,7 @@ class Relief:
 
 
 @dataclass
-class Surroundings:
+class BuildContext:
     """What a technique is made for, and what the others of the same run have for it.
 
     Attributes:
@@ -162,7 +162,7 @@ class Technique:
         return 0.0
 
     @classmethod
-    def planned(cls, settings: Any, surroundings: Surroundings) -> Self | None:
+    def from_settings(cls, settings: Any, context: BuildContext) -> Self | None:
         """The technique as a plan asks for it, and never for what is off; None: another one does its work."""
         return cls()
 
@@ -171,7 +171,7 @@ class Technique:
         """Raises a ``ValueError`` where settings contradict those of another technique; not called where it is off."""
 
     @classmethod
-    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
         """What it can do where a step has run out of memory, beyond what the run's settings have it do already."""
         return ()
 

@@ -19,7 +19,7 @@ from lightning_accel.core.compiled import Kind, is_compiled, is_gathered_by_hook
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.compile_setup import CompileSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
 from lightning_accel.techniques.compiled_graphs import GRAPHS, SETTLE, ReplayedPatch
@@ -89,10 +89,10 @@ class Compilation(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: CompilePlan, surroundings: Surroundings) -> Compilation:
+    def from_settings(cls, settings: CompilePlan, context: BuildContext) -> Compilation:
         # What is compiled is captured anew, past the places where attention is sent to its kernels.
         make = CompilationOnTrial if settings.mode == "auto" else Compilation
-        return make(settings.mode, verify=surroundings.verify, prepare=surroundings.edit_captured)
+        return make(settings.mode, verify=context.verify, prepare=context.edit_captured)
 
     @classmethod
     @override
@@ -246,15 +246,15 @@ class CompilationOnTrial(Compilation):
             yield Arm(
                 self.name,
                 ("on", GRAPHS) if may_replay else ("on",),
-                self._have,
+                self._set_choice,
                 settle_of={GRAPHS: SETTLE},
                 has=lambda choice: choice != GRAPHS or self._setup.has_graphs,
                 setup=self._setup,
             )
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         for patch in self._patches:
-            patch.have(choice)
+            patch.set_choice(choice)
 
     @override
     def close(self) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_accel.core.compiled import eager_call
 from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.trial import Trial, Variant
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compiled_blocks import CompilePatch
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
@@ -57,14 +57,14 @@ class ReplayedPatch(CompilePatch):
         self._graphed.pause(True)
 
     @override
-    def have(self, choice: str) -> None:
+    def set_choice(self, choice: str) -> None:
         is_chosen = choice == GRAPHS
         if is_chosen != self._is_chosen:
             self._is_chosen = is_chosen
             if self.is_applied and self.is_wanted and choice != OFF:
                 self._undo()
                 self._apply()
-        super().have(choice)
+        super().set_choice(choice)
 
     def try_replay(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Captures the compiled block on copies of the inputs of its call, and compares numbers with the eager one."""
@@ -73,8 +73,8 @@ class ReplayedPatch(CompilePatch):
             with applied(self):
                 self._graphed.capture(args, kwargs)
                 trial = Trial(self.block, args, kwargs, samples=None, has_dropout=True)
-                replay = Contender(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
-                self.why_not = trial.numbers(Contender(eager_call(self.block)), replay).failure
+                replay = Variant(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
+                self.why_not = trial.numbers(Variant(eager_call(self.block)), replay).failure
         except NotCapturedError as error:
             self.why_not = str(error)
 

@@ -20,7 +20,7 @@ from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Notes
 from lightning_accel.techniques.registry import register
 
@@ -156,7 +156,7 @@ class CudnnBenchmark(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: CudnnBenchmarkPlan, surroundings: Surroundings) -> Self:
+    def from_settings(cls, settings: CudnnBenchmarkPlan, context: BuildContext) -> Self:
         return cls(settings.mode)
 
     @override

@@ -21,12 +21,12 @@ from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measured, together
-from lightning_accel.core.passes import Passes
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet, applied
 from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import NOT_SLOWER, Contender, Trial, one_line
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.core.trial import NOT_SLOWER, Trial, Variant, one_line
+from lightning_accel.core.trial_passes import Passes
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
@@ -161,9 +161,9 @@ class Float8(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: Float8Plan, surroundings: Surroundings) -> Self:
-        is_compiled = surroundings.settings["compile"].mode != "off"
-        return cls(settings.recipe, verify=surroundings.verify, is_compiled=is_compiled)
+    def from_settings(cls, settings: Float8Plan, context: BuildContext) -> Self:
+        is_compiled = context.settings["compile"].mode != "off"
+        return cls(settings.recipe, verify=context.verify, is_compiled=is_compiled)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -231,8 +231,8 @@ class Float8(Technique):
         trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
         if self._is_compiled:  # as the blocks will be: by themselves, the casts take longer than most products gain
             sides = [torch.compile(side) for side in sides]
-            trial.numbers(*map(Contender, sides), in_other_orders=False)  # whose first pass compiles
-        found = trial.time(*map(Contender, sides))
+            trial.numbers(*map(Variant, sides), in_other_orders=False)  # whose first pass compiles
+        found = trial.time(*map(Variant, sides))
         if found.original_ms is None or found.candidate_ms is None:
             return Verdict(keep=False, reason=found.failure)
         before, after = found.original_ms, found.candidate_ms

@@ -15,9 +15,9 @@ from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.trial import Trial, Variant
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.cuda_capture import capture_on_cuda
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
@@ -88,9 +88,9 @@ class Graphs(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: GraphsPlan, surroundings: Surroundings) -> Self:
+    def from_settings(cls, settings: GraphsPlan, context: BuildContext) -> Self:
         assert settings.mode != "off"
-        return cls(settings.mode, verify=surroundings.verify)
+        return cls(settings.mode, verify=context.verify)
 
     @classmethod
     @override
@@ -136,9 +136,9 @@ class Graphs(Technique):
     def arms(self) -> Iterator[Arm]:
         if self._mode == "auto" and any(patch.is_applied for patch in self._patches):
             # Off, the memory is given back, and on again the blocks are captured anew: the next step, and one more.
-            yield Arm(self.name, ("on",), self._have, settle=2)
+            yield Arm(self.name, ("on",), self._set_choice, settle=2)
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         for patch in self._patches:
             patch.graphed.pause(choice == OFF or not patch.is_applied)
 
@@ -155,7 +155,7 @@ def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str,
     except NotCapturedError as error:
         return Verdict(keep=False, reason=str(error))
     trial = Trial(block, args, kwargs, samples=None, has_dropout=True)
-    found = trial.numbers(Contender(block.forward), Contender(lambda *a, **k: graphed.replay(a, k)))
+    found = trial.numbers(Variant(block.forward), Variant(lambda *a, **k: graphed.replay(a, k)))
     if found.failure:
         graphed.pause(True)
         return Verdict(keep=False, reason=found.failure, measured=found.measured())

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_accel.core.snapshot import random_streams
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.users_lines import users_line
+from lightning_accel.core.user_frames import users_line
 
 # These draw a number for each channel, or into memory of their own, whatever their input's strides are.
 _WITHOUT_ORDER = frozenset(

@@ -18,7 +18,7 @@ from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.trial import Trial, Variant
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.notes import Verdict
 
@@ -98,7 +98,7 @@ class LayoutTrial(TorchFunctionMode):
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
         kind = _kind(name, args, kwargs)
-        sides = Contender(func), Contender(func, arguments=self._in_channels_last)
+        sides = Variant(func), Variant(func, arguments=self._in_channels_last)
         trial = Trial(
             nn.Module(),
             args,

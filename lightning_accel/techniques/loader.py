@@ -10,7 +10,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
 from lightning_accel.data.tuned_loader import TunedLoader, why_left
-from lightning_accel.techniques.base import Forecast, LoaderTerms, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, LoaderTerms, Technique
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
@@ -43,15 +43,15 @@ class Loader(Technique):
     remembers = False
     watches_on = True
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._device = surroundings.device
+    def __init__(self, context: BuildContext) -> None:
+        self._device = context.device
         self._loaders: weakref.WeakSet[TunedLoader] = weakref.WeakSet()
         self.notes.status = "no loader of a Trainer to change; in a loop of your own, set num_workers where it is made"
 
     @classmethod
     @override
-    def planned(cls, settings: LoaderPlan, surroundings: Surroundings) -> Self:
-        return cls(surroundings)
+    def from_settings(cls, settings: LoaderPlan, context: BuildContext) -> Self:
+        return cls(context)
 
     @override
     def loader(self, loader: Any, terms: LoaderTerms) -> Any:

@@ -21,7 +21,7 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -180,8 +180,8 @@ class MatmulPrecision(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: MatmulPrecisionPlan, surroundings: Surroundings) -> Self:
-        return cls(settings.mode, precision=surroundings.settings["precision"].mode, verify=surroundings.verify)
+    def from_settings(cls, settings: MatmulPrecisionPlan, context: BuildContext) -> Self:
+        return cls(settings.mode, precision=context.settings["precision"].mode, verify=context.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:

@@ -22,7 +22,6 @@ from typing_extensions import Self, override
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.compiled import eager_where_compiled, is_compiled, is_inside_compiled
 from lightning_accel.core.device import device_of
-from lightning_accel.core.held import held_tensors
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import (
     FORMAT_NAMES,
@@ -31,10 +30,11 @@ from lightning_accel.core.layout import (
     is_channels_last,
     reads_by_layout,
 )
+from lightning_accel.core.live_tensors import held_tensors
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.layout_draws import LayoutDraws, LayoutDrawsInOrder
 from lightning_accel.techniques.layout_rescue import LayoutRescue, LayoutShown
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
@@ -164,8 +164,8 @@ class MemoryFormat(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: MemoryFormatPlan, surroundings: Surroundings) -> Self:
-        return cls(settings.layout, verify=surroundings.verify)
+    def from_settings(cls, settings: MemoryFormatPlan, context: BuildContext) -> Self:
+        return cls(settings.layout, verify=context.verify)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -295,9 +295,9 @@ class MemoryFormat(Technique):
         # Where DistributedDataParallel has laid out its buckets, weights cannot change their layout any more.
         if self._is_auto and self._is_in_force() and not _has_buckets():
             weights = [weight for weight in self._weights if weight.is_applied]
-            yield Arm(self.name, ("on",), functools.partial(self._have, weights), settle=1)
+            yield Arm(self.name, ("on",), functools.partial(self._set_choice, weights), settle=1)
 
-    def _have(self, weights: Sequence[WeightLayout], choice: str) -> None:
+    def _set_choice(self, weights: Sequence[WeightLayout], choice: str) -> None:
         self._is_shown = False
         for weight in weights if choice != OFF else reversed(weights):
             weight.resume()

@@ -21,7 +21,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.torch_private.training import optimizer_states
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.base import Forecast, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Technique
 from lightning_accel.techniques.registry import register
 
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
@@ -222,8 +222,8 @@ class MixedPrecision(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: PrecisionPlan, surroundings: Surroundings) -> Self:
-        return cls(settings.mode, surroundings.host)
+    def from_settings(cls, settings: PrecisionPlan, context: BuildContext) -> Self:
+        return cls(settings.mode, context.host)
 
     @override
     def forecast(self, host: Host) -> Forecast:
@@ -237,9 +237,9 @@ class MixedPrecision(Technique):
     def arms(self) -> Iterable[Arm]:
         # float16 needs its scaler, and with it a step of another kind: that stays as the rules have it.
         if self._setting == "auto" and self.precision == "bf16-mixed":
-            yield Arm(self.name, (self.precision,), self._have)
+            yield Arm(self.name, (self.precision,), self._set_choice)
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         self._autocast_to = DTYPES.get(choice)
 
     @override

@@ -17,12 +17,12 @@ from typing_extensions import Self, override
 from lightning_accel.core import stepping
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
-from lightning_accel.core.stepping import Group, Way
+from lightning_accel.core.stepping import Group, StepImpl
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Notes, Verdict
 from lightning_accel.techniques.registry import register
-from lightning_accel.techniques.stand_in_steps import StandInSteps
+from lightning_accel.techniques.step_override import StandInSteps
 from lightning_accel.techniques.syncfree_steps import step_syncfree
 
 OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
@@ -48,38 +48,38 @@ class OptimizerPlan:
 def step_together(
     site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", notes: Notes | None = None
 ) -> list[StepsTogether | Refusal]:
-    """The edit that has an optimizer step in another way, and the groups of parameters that are left, each with why."""
+    """The patch by which an optimizer steps by another implementation; each group that it leaves out, with the reason."""
     kind = stepping.kind_of(optimizer)
     if isinstance(kind, str):
         return [Refusal(site, kind)]
     if any(is_lazy(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         return [Refusal(site, "has lazy parameters: run the model once before, and they will be there")]
-    ways: dict[Way, None] = {}
+    impls: dict[StepImpl, None] = {}
     refusals = []
     for index, group in enumerate(optimizer.param_groups):
         found = _ways(kind, group, setting)
-        possible = [way for way in found if stepping.why_never(kind, group, way) is None]
-        ways |= dict.fromkeys(possible)
+        possible = [impl for impl in found if stepping.why_never(kind, group, impl) is None]
+        impls |= dict.fromkeys(possible)
         if not possible:
             reason = stepping.why_never(kind, group, found[0]) if found else _nothing_to_gain(kind, group, setting)
             where = f"{site}, group {index}" if len(optimizer.param_groups) > 1 else site
             refusals.append(Refusal(where, stepping.own_choice(group) or reason or ""))
-    return [*([StepsTogether(site, optimizer, kind, list(ways), notes or Notes())] if ways else ()), *refusals]
+    return [*([StepsTogether(site, optimizer, kind, list(impls), notes or Notes())] if impls else ()), *refusals]
 
 
-def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> list[Way]:
+def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> list[StepImpl]:
     """Those that could gain something, the most promising first."""
-    ways: list[Way] = []
+    impls: list[StepImpl] = []
     devices = {parameter.device.type for parameter in group["params"]}
     is_auto = setting == "auto"
     if is_auto and stepping.is_one_operation(kind, group):
         return []
     if setting != "foreach":
-        ways += ["fused"] if all(stepping.has_fused(kind, p.device.type, p.dtype) for p in group["params"]) else []
+        impls += ["fused"] if all(stepping.has_fused(kind, p.device.type, p.dtype) for p in group["params"]) else []
     # On GPUs it needs memory for temporary copies, which a run may not have.
     if setting == "foreach" or (is_auto and devices == {"cpu"} and _mean_size(group) <= SMALL):
-        ways += ["foreach"]
-    return [way for way in ways if stepping.knows_distributed(kind, group, way)]
+        impls += ["foreach"]
+    return [impl for impl in impls if stepping.knows_distributed(kind, group, impl)]
 
 
 def _mean_size(group: Group) -> float:
@@ -113,40 +113,42 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class StepsTogether(StandInSteps):
-    """Has an optimizer of torch's step in another way, by the flags of its groups, which its stand-in alone has.
+    """Has an optimizer step by another implementation of torch's: its stand-in alone has the flags for that.
 
-    A group that cannot be stepped so in some step takes it as the user's, and is told in the notes. Of the ways that
-    there are to choose from, the first is in force once it is applied.
+    Where a group cannot be stepped so in some step, the user's own implementation steps it, and the notes say so. The
+    first of ``impls`` is in force once the patch is applied.
     """
 
-    def __init__(self, site: str, optimizer: Optimizer, kind: type[Optimizer], ways: list[Way], notes: Notes) -> None:
-        super().__init__(site, f"{kind.__name__} → {' or '.join(ways)}", optimizer, kind)
-        self.ways = ways
+    def __init__(
+        self, site: str, optimizer: Optimizer, kind: type[Optimizer], impls: list[StepImpl], notes: Notes
+    ) -> None:
+        super().__init__(site, f"{kind.__name__} → {' or '.join(impls)}", optimizer, kind)
+        self.impls = impls
         self._notes = notes
-        self._way = ways[0]
+        self._impl = impls[0]
         self._reasons: dict[str, None] = {}  # that were told, in their order
 
     def choose(self, choice: str) -> None:
-        """Has another way in force from the next step on, or the user's own where the optimizer does not have it."""
+        """Has the optimizer step by an implementation from now on; by the user's own where it lacks that one."""
         self.undo()
-        for way in self.ways:
-            if way == choice:
-                self._way = way
+        for impl in self.impls:
+            if impl == choice:
+                self._impl = impl
                 self.apply()
 
     @property
     def moves_state(self) -> bool:
         """Whether a switch copies states between devices."""
         groups = self._optimizer.param_groups
-        return "fused" in self.ways and any(p.device.type != "cpu" for group in groups for p in group["params"])
+        return "fused" in self.impls and any(p.device.type != "cpu" for group in groups for p in group["params"])
 
     @override
     def _groups(self, optimizer: Optimizer) -> Iterator[Group]:
         for group in optimizer.param_groups:
-            reason = stepping.make_ready(self._kind, group, optimizer.state, self._way)
+            reason = stepping.make_ready(self._kind, group, optimizer.state, self._impl)
             if reason is not None and reason not in self._reasons and stepping.own_choice(group) is None:
                 self._tell(reason)
-            yield {**group, self._way: True} if reason is None else group
+            yield {**group, self._impl: True} if reason is None else group
 
     def _tell(self, reason: str) -> None:
         self._reasons[reason] = None
@@ -181,8 +183,8 @@ class OptimizerSteps(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: OptimizerPlan, surroundings: Surroundings) -> Self:
-        return cls(settings.step, is_xla=surroundings.host.kind == "xla")
+    def from_settings(cls, settings: OptimizerPlan, context: BuildContext) -> Self:
+        return cls(settings.step, is_xla=context.host.kind == "xla")
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -211,13 +213,13 @@ class OptimizerSteps(Technique):
         # Where each rank decides alone, their parameters would drift apart, by rounding.
         if self._setting != "auto" or self.decides_alone:
             return
-        ways = tuple(way for way in get_args(Way) if any(way in patch.ways for patch in self._patches))
-        if ways:
-            self._have(ways[0])
+        impls = tuple(impl for impl in get_args(StepImpl) if any(impl in patch.impls for patch in self._patches))
+        if impls:
+            self._set_choice(impls[0])
             # On a GPU, fused kernels keep the counts of steps there.
-            yield Arm(self.name, ways, self._have, settle=int(any(patch.moves_state for patch in self._patches)))
+            yield Arm(self.name, impls, self._set_choice, settle=int(any(patch.moves_state for patch in self._patches)))
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         self._choice = choice
         for patch in self._patches:
             patch.choose(choice)
@@ -234,5 +236,5 @@ class OptimizerSteps(Technique):
             return Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
         if host.kind == "xla":
             return Forecast(True, "yes", "Adam, AdamW and SGD with momentum take torch_xla's steps")
-        ways = "fused and foreach steps" if host.kind == "cpu" else "fused steps"
-        return Forecast(True, "tried", f"{ways} of torch's own optimizers are tried")
+        impls = "fused and foreach steps" if host.kind == "cpu" else "fused steps"
+        return Forecast(True, "tried", f"{impls} of torch's own optimizers are tried")

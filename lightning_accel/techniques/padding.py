@@ -22,7 +22,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.snapshot import random_streams, same_state
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
-from lightning_accel.techniques.base import Forecast, LoaderTerms, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, LoaderTerms, Refusal, Technique
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
 
@@ -136,25 +136,25 @@ class Padding(Technique):
     trial_step: ClassVar[None] = None
     remembers = False
 
-    def __init__(self, multiple: Literal["auto"] | int, surroundings: Surroundings, *, groups: bool = False) -> None:
+    def __init__(self, multiple: Literal["auto"] | int, context: BuildContext, *, groups: bool = False) -> None:
         self._multiple, self._groups = multiple, groups
         self._grouping = "; no loader of a Trainer to group by length" if groups else ""
         self._grouped: weakref.WeakSet[GroupedLoader] = weakref.WeakSet()
-        self._most = _MOST.get(surroundings.host.kind, _MOST_ELSEWHERE)
+        self._most = _MOST.get(context.host.kind, _MOST_ELSEWHERE)
         largest = f"up to {self._most}" if multiple == "auto" else multiple
         self._words = f"batches of text padded to multiples of {largest}"
-        self._pad_id = _pad_id(surroundings.model)
-        self._tables = _tables(surroundings.model)
+        self._pad_id = _pad_id(context.model)
+        self._tables = _tables(context.model)
         self._lengths: dict[int, int] = {}  # as they come → as they are padded
         self._complaints: set[str] = set()
-        self._model = surroundings.model
+        self._model = context.model
         self._may_draw = True  # as far as was seen
 
     @classmethod
     @override
-    def planned(cls, settings: PaddingPlan, surroundings: Surroundings) -> Self:
+    def from_settings(cls, settings: PaddingPlan, context: BuildContext) -> Self:
         assert settings.multiple != "off"
-        return cls(settings.multiple, surroundings, groups=settings.group_by_length)
+        return cls(settings.multiple, context, groups=settings.group_by_length)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Refusal]:

@@ -14,8 +14,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.data import Position, Preprocess, Transform
-from lightning_accel.data.settings import read_transforms, written
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
+from lightning_accel.data.transform_config import read_transforms, written
+from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.registry import register
 
 
@@ -53,23 +53,23 @@ class Preprocessing(Technique):
     acts_without_sites: ClassVar[bool] = True
     is_part_of_training: ClassVar[bool] = True
 
-    def __init__(self, transforms: Sequence[Transform], surroundings: Surroundings) -> None:
+    def __init__(self, transforms: Sequence[Transform], context: BuildContext) -> None:
         self._transforms = transforms
-        self._surroundings = surroundings
+        self._context = context
         self._preprocess: Preprocess | None = None
         self._batches = 0
 
     @classmethod
     @override
-    def planned(cls, settings: PreprocessPlan, surroundings: Surroundings) -> Self:
-        return cls(cast(tuple[Transform, ...], settings.transforms), surroundings)
+    def from_settings(cls, settings: PreprocessPlan, context: BuildContext) -> Self:
+        return cls(cast(tuple[Transform, ...], settings.transforms), context)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
         self._preprocess = Preprocess(
             self._transforms,
-            device=self._surroundings.device,
-            dtype=self._surroundings.dtype(),
+            device=self._context.device,
+            dtype=self._context.dtype(),
             rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
         )
         self.notes.status = self._preprocess.describe()
@@ -84,5 +84,5 @@ class Preprocessing(Technique):
         self._batches += stage == "train"
         batch = self._preprocess(batch, position)
         if self._preprocess.on_host:
-            batch = map_tensors(lambda tensor: tensor.to(self._surroundings.device), batch)
+            batch = map_tensors(lambda tensor: tensor.to(self._context.device), batch)
         return batch

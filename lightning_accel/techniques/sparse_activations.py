@@ -18,8 +18,8 @@ from typing_extensions import Self, override
 from lightning_accel.core.measured import Measured
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import MAX_TIME_SHARE
-from lightning_accel.memory.saved import saving
-from lightning_accel.techniques.base import Relief, Surroundings, Technique
+from lightning_accel.memory.saved_tensors import saving
+from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.registry import register
 
 _LEAVE_ZEROS = (nn.ReLU, nn.ReLU6, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -69,15 +69,15 @@ class SparseActivations(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: SparseActivationsPlan, surroundings: Surroundings) -> Self:
-        return cls(surroundings.model)
+    def from_settings(cls, settings: SparseActivationsPlan, context: BuildContext) -> Self:
+        return cls(context.model)
 
     @classmethod
     @override
-    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
-        is_off = surroundings.settings[cls.name].mode == "off"
-        if is_off and any(isinstance(module, _LEAVE_ZEROS) for module in surroundings.model.modules()):
-            yield Relief(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
+    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
+        is_off = context.settings[cls.name].mode == "off"
+        if is_off and any(isinstance(module, _LEAVE_ZEROS) for module in context.model.modules()):
+            yield OomFallback(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_accel.core.stepping import Group, kind_of, own_choice, own_steps, step_of
 from lightning_accel.techniques.base import Refusal
-from lightning_accel.techniques.stand_in_steps import StandInSteps
+from lightning_accel.techniques.step_override import StandInSteps
 
 _MOST = "max_exp_avg_sq"  # torch_xla's Adam has it, empty, without amsgrad too
 

@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Technique
 from lightning_accel.techniques.registry import register
 
 
@@ -92,7 +92,7 @@ class Threads(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: ThreadsPlan, surroundings: Surroundings) -> Self:
+    def from_settings(cls, settings: ThreadsPlan, context: BuildContext) -> Self:
         assert settings.count != "off"
         return cls(settings.count)
 

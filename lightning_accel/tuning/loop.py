@@ -9,8 +9,8 @@ import torch
 from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.engine import Engine
 from lightning_accel.tuning.comparison import Choices
-from lightning_accel.tuning.settled import Tuning
 from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.tuning.tuning_result import Tuning
 
 _QUIET_STEPS = 2  # after the trials of the parts, for caches to fill
 
@@ -80,7 +80,7 @@ class LoopTurns:
         self._clock = clock_for(self._device)
 
         def put(choices: Choices) -> None:
-            self._engine.rest(arm.name for arm in arms if arm.name not in choices)
+            self._engine.disable(arm.name for arm in arms if arm.name not in choices)
 
         return LiveTrials(arms, self._steps_left, put=put, say=self._say)
 

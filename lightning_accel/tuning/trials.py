@@ -1,7 +1,7 @@
 """Live trials: arms take turns on the run's own training steps, each of which trains.
 
-What is asked, in which order, is in :mod:`lightning_accel.tuning.questions`; here are the turns: which of them run how,
-which count, and what is switched between them.
+Which question comes next is decided in :mod:`lightning_accel.tuning.trial_scheduler`. Here are the turns: which run
+how, which count, and what is switched between them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn, Verdict
-from lightning_accel.tuning.questions import Course, Questions
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trial_scheduler import Course, Questions
+from lightning_accel.tuning.tuning_result import Tuning
 
 _GATHERED_EVERY = 8  # turns, by several ranks
 

@@ -17,7 +17,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.callbacks._allowance import LOGGING, Allowance
 from lightning_accel.core.purse import Purse
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record_reader import read_record
 from support.console import heard
 from support.measured_runs import Folder, Model, loader
 from support.technique_table import off

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_accel.callbacks._collectives_patch import CollectivesPatch
-from lightning_accel.evidence.parts import COMMUNICATION
+from lightning_accel.evidence.phase_names import COMMUNICATION
 
 
 class Told:

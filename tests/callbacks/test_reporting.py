@@ -21,9 +21,9 @@ from lightning_accel.callbacks.gpu_stats import GpuStats, told_by_cards
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.evidence import page as pages
 from lightning_accel.evidence import peaks
-from lightning_accel.evidence.page import page_of
-from lightning_accel.evidence.reading import read_record
-from lightning_accel.memory.page import StepMemoryError
+from lightning_accel.evidence.record_reader import read_record
+from lightning_accel.evidence.report_model import page_of
+from lightning_accel.memory.oom_report import StepMemoryError
 from support.live_runs import Timed, simulated
 from support.live_runs import fit as fit_live
 from support.plugin.tight import Batches, Tight

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_accel import AccelPlugin
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record_reader import read_record
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, Timed, batches, simulated
 from support.measured_runs import Folder
 

@@ -11,9 +11,9 @@ import pytest
 
 from lightning_accel.callbacks import EpochSpeed
 from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
-from lightning_accel.evidence.page import page_of
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_markdown
+from lightning_accel.evidence.report_model import page_of
 from support.measured_runs import ALWAYS_LOGGED
 from support.scripts import SUPPORT, run_script
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, TraceCallback
-from lightning_accel.callbacks._parts_patch import PARTS
-from lightning_accel.evidence.parts import DATA
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.callbacks._phase_patch import PARTS
+from lightning_accel.evidence.phase_names import DATA
+from lightning_accel.evidence.record_reader import read_record
 from support.measured_runs import Model, loader
 from support.traced_runs import Blocks, fit, names, ranges, read, traced_steps
 

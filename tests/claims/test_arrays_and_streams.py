@@ -14,7 +14,7 @@ import torch
 
 from lightning_accel.claims import row_06_cupy_product, row_07_contiguous, row_12_sliding_products, row_13_streams
 from lightning_accel.claims.claim import Figure, NotHereError, verdict_of
-from lightning_accel.data import arrays
+from lightning_accel.data import tensor_arrays
 
 pytestmark = pytest.mark.numbers
 
@@ -58,8 +58,8 @@ def test_the_product_is_timed_with_and_without_the_way_to_the_device(monkeypatch
 
 def test_what_lies_elsewhere_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row_06_cupy_product.copied(CPU) == 0
-    as_array = arrays.NumpyArrays.array
-    monkeypatch.setattr(arrays.NumpyArrays, "array", lambda self, tensor: as_array(self, tensor).copy())
+    as_array = tensor_arrays.NumpyArrays.array
+    monkeypatch.setattr(tensor_arrays.NumpyArrays, "array", lambda self, tensor: as_array(self, tensor).copy())
     assert row_06_cupy_product.copied(CPU) == 1
 
 

@@ -11,23 +11,23 @@ from torch import nn
 
 from lightning_accel.__main__ import main
 from lightning_accel.core import cache, kernel_cache
-from lightning_accel.tuning import remembered
+from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
-from lightning_accel.tuning.remembered import Key
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_cache import Key
+from lightning_accel.tuning.tuning_result import Tuning
 
 WHOLE = Result("whole plan", "faster", Interval(1.31, 1.27, 1.35), 24)
 
 
 def remember() -> None:
     key = Key.of(nn.Linear(4, 2), torch.zeros(8, 4), "a CPU", [])
-    remembered.remember(key, Tuning({"flash_attention": "on"}, {"whole plan": WHOLE}, WHOLE, is_settled=True))
+    tuning_cache.remember(key, Tuning({"flash_attention": "on"}, {"whole plan": WHOLE}, WHOLE, is_settled=True))
 
 
 def test_an_empty_cache_says_where_it_would_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache"]) == 0
-    assert capsys.readouterr().out == f"nothing is remembered in {remembered.folder()}\n"
+    assert capsys.readouterr().out == f"nothing is remembered in {tuning_cache.folder()}\n"
 
 
 def test_what_is_remembered_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_what_is_remembered_is_listed(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_damaged_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     remember()
-    (path,) = remembered.folder().glob("*.json")
+    (path,) = tuning_cache.folder().glob("*.json")
     path.write_text("{")
     main(["cache"])
     assert f"! {path} is damaged" in capsys.readouterr().out
@@ -48,8 +48,8 @@ def test_a_damaged_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_of_it_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
     remember()
     main(["cache", "--clear"])
-    assert capsys.readouterr().out == f"removed from {remembered.folder()}: 1\n"
-    assert list(remembered.entries()) == []
+    assert capsys.readouterr().out == f"removed from {tuning_cache.folder()}: 1\n"
+    assert list(tuning_cache.entries()) == []
 
 
 @pytest.mark.parametrize(

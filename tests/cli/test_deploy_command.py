@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torchmetrics import MeanSquaredError
 
 from lightning_accel.__main__ import main
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record_reader import read_record
 from support import served_program
 from support.reported_runs import Nested, vectors
 from support.reported_runs import make_trainer as make_run

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel.__main__ import main
 from lightning_accel.evidence import peaks
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record_reader import read_record
 from support.reported_runs import Nested, make_trainer, vectors
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_accel.core.clocks import EventClock
 from lightning_accel.core.idle import HeldTimer, idle_ms
-from lightning_accel.core.parts import PartTimer
+from lightning_accel.core.phase_timer import PartTimer
 from support.simulated_device import SimulatedDevice
 
 PARTS = ("forward", "backward")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.spread import FACTOR
-from lightning_accel.core.trial import Contender, Trial
+from lightning_accel.core.tolerance import FACTOR
+from lightning_accel.core.trial import Trial, Variant
 from support.errors import relative_error
 from support.models import ResidualBlock, images
 from support.trial_cases import X, block, compare
@@ -80,14 +80,14 @@ def test_random_numbers_that_fall_on_other_elements_are_an_objection() -> None:
 def test_another_amount_of_random_numbers_is_an_objection(in_other_orders: bool) -> None:
     module = nn.Linear(16, 4)
     for draw in (lambda: torch.rand(3), random.random, lambda: numpy.random.rand(3)):
-        drawing = Contender(lambda x, draw=draw: (draw(), module.forward(x))[1])
-        found = Trial(module, (X,)).numbers(Contender(module.forward), drawing, in_other_orders=in_other_orders)
+        drawing = Variant(lambda x, draw=draw: (draw(), module.forward(x))[1])
+        found = Trial(module, (X,)).numbers(Variant(module.forward), drawing, in_other_orders=in_other_orders)
         assert "another amount of random numbers" in found.failure
 
 
 def test_both_sides_draw_the_same_numbers_from_every_stream() -> None:
     module = nn.Linear(16, 4)
-    drawing = Contender(lambda x: module.forward(x) * torch.rand(()) * random.random() * numpy.random.rand())
+    drawing = Variant(lambda x: module.forward(x) * torch.rand(()) * random.random() * numpy.random.rand())
     states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].copy()
     found = Trial(module, (X,), wide=drawing.call).numbers(drawing, drawing)
     assert (found.failure, found.is_same) == ("", True)
@@ -100,8 +100,8 @@ def test_both_sides_draw_the_same_numbers_from_every_stream() -> None:
 def test_results_that_lie_otherwise_in_memory_are_an_objection(in_other_orders: bool) -> None:
     module = nn.Linear(16, 4)
     trial = Trial(module, (X,))
-    turned = Contender(lambda x: module.forward(x).mT.contiguous().mT)
-    found = trial.numbers(Contender(module.forward), turned, in_other_orders=in_other_orders)
+    turned = Variant(lambda x: module.forward(x).mT.contiguous().mT)
+    found = trial.numbers(Variant(module.forward), turned, in_other_orders=in_other_orders)
     assert "lie otherwise" in found.failure
 
 
@@ -113,7 +113,7 @@ def test_strides_of_dimensions_of_one_are_no_objection() -> None:
 
 def test_without_an_oracle_the_two_see_the_same_random_numbers() -> None:
     module = block().train()
-    found = Trial(module, (X,)).numbers(Contender(module.forward), Contender(module.forward), in_other_orders=False)
+    found = Trial(module, (X,)).numbers(Variant(module.forward), Variant(module.forward), in_other_orders=False)
     assert (found.failure, found.error) == ("", 0.0)
 
 
@@ -242,7 +242,7 @@ def test_products_that_the_run_allows_to_be_rounded_are_no_objection(allowed: st
     before = products.fp32_precision
     products.fp32_precision = allowed
     try:
-        found = Trial(module, (x,)).numbers(Contender(module.forward), Contender(rounded))
+        found = Trial(module, (x,)).numbers(Variant(module.forward), Variant(rounded))
     finally:
         products.fp32_precision = before
     assert (not found.failure) == is_kept, found.failure

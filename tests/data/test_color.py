@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_accel.data import ColorJitter, Normalize, Position, Preprocess, Transform
-from lightning_accel.data.arrays import NumpyArrays
 from lightning_accel.data.color import Factors
+from lightning_accel.data.tensor_arrays import NumpyArrays
 from lightning_accel.data.transform import Shape
 
 pytestmark = pytest.mark.numbers

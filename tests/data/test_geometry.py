@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_accel.data import Position, Preprocess, RandomCrop, RandomHorizontalFlip, RandomResizedCrop, Transform
-from lightning_accel.data.arrays import NumpyArrays
+from lightning_accel.data.tensor_arrays import NumpyArrays
 from lightning_accel.data.transform import Boxes, Shape
 
 pytestmark = pytest.mark.numbers

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.data.arrays import cupy_stream
 from lightning_accel.data.kernels import run
 from lightning_accel.data.single_pass import Kind, SinglePass
+from lightning_accel.data.tensor_arrays import cupy_stream
 from support.single_pass_cases import (
     SIZES,
     TORCH_DTYPES,

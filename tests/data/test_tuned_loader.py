@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from lightning_accel.data import tuned_loader
 from lightning_accel.data.tuned_loader import TunedLoader, why_left
-from lightning_accel.data.worker_course import Course, Workers
+from lightning_accel.data.worker_schedule import Course, Workers
 
 pytestmark = pytest.mark.numbers
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_accel import AccelPlugin
-from lightning_accel.evidence.page import page_of
-from lightning_accel.evidence.reading import RecordError, read_earlier, read_record
+from lightning_accel.evidence.record_reader import RecordError, read_earlier, read_record
 from lightning_accel.evidence.render import to_json, to_markdown
+from lightning_accel.evidence.report_model import page_of
 from support.reported_runs import Nested, make_trainer, report_of, tuned, vectors
 from support.technique_table import off
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_accel.evidence.reading import read_record
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.record_reader import read_record
 from support.made_up_records import found, names
 from support.measured_runs import Folder, Vectors, fit, loader
 

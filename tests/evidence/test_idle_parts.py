@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_accel.callbacks import _instruments, _parts
-from lightning_accel.callbacks._parts import EVERY, HOLD_AT
+from lightning_accel.callbacks import _instruments, _phase_sampler
+from lightning_accel.callbacks._phase_sampler import EVERY, HOLD_AT
 from lightning_accel.core.clocks import EventClock
-from lightning_accel.evidence.parts import BACKWARD, FORWARD, IDLE
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.phase_names import BACKWARD, FORWARD, IDLE
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.record_reader import read_record
 from support.measured_runs import Folder, Model, fit, loader
 from support.simulated_device import SimulatedDevice
 
@@ -44,7 +44,7 @@ class Computes(Model):
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
     monkeypatch.setattr(_instruments, "clock_for", lambda _: EventClock(device.new_event))
-    monkeypatch.setattr(_parts, "hold_device", lambda ms: device.launch(100))
+    monkeypatch.setattr(_phase_sampler, "hold_device", lambda ms: device.launch(100))
     return device
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from evidence.test_page import huge
+
 from evidence.test_render import everything
-from lightning_accel.evidence.page import Page, page_of
 from lightning_accel.evidence.render import write
+from lightning_accel.evidence.report_model import Page, page_of
 from support.browser import a_browser
 from support.reported_runs import PEAKS, record_of, report_of
 

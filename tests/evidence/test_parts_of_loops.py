@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.callbacks import _instruments, _parts
-from lightning_accel.callbacks._parts_patch import PARTS
+from lightning_accel.callbacks import _instruments, _phase_sampler
+from lightning_accel.callbacks._phase_patch import PARTS
 from lightning_accel.core.clocks import StepClock
-from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
+from lightning_accel.evidence.record_reader import read_record
 from support.measured_runs import BATCH_SIZE, Folder, Model, Vectors, fit, loader
 
 STEPS = 14
@@ -152,7 +152,7 @@ LOOPS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, float] | None]] =
 def test_parts_add_up_to_all_of_a_step(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the steps is looked at, but for the first and the one that is taken apart."""
     monkeypatch.setattr(_instruments, "clock_for", lambda _: SimulatedClock())
-    monkeypatch.setattr(_parts, "EVERY", 1)
+    monkeypatch.setattr(_phase_sampler, "EVERY", 1)
     make, parts_ms = LOOPS[loop]
     fit(**{"data": batches(), **make()}, logger=Folder(tmp_path))
     record = read_record(tmp_path)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_accel.evidence.anatomy import BATCH, LOGITS, LayoutCopy, MemoryPeak, OperationsAlike
 from lightning_accel.evidence.diagnosis import diagnose
-from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
+from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
+from lightning_accel.evidence.step_breakdown import BATCH, LOGITS, LayoutCopy, MemoryPeak, OperationsAlike
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, found, names, record
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_accel import AccelPlugin
-from lightning_accel.evidence.parts import DATA
-from lightning_accel.evidence.reading import RecordError, read_record
+from lightning_accel.evidence.phase_names import DATA
 from lightning_accel.evidence.record import Header, Record, RecordWriter, Steps, in_pieces
+from lightning_accel.evidence.record_reader import RecordError, read_record
 from support.measured_runs import BATCH_SIZE, Folder, Model, fit, loader
 
 HEADER = Header(

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence.test_page import huge, tuned_record
 from pydantic import TypeAdapter
 from typing_extensions import override
 
-from evidence.test_page import huge, tuned_record
 from lightning_accel.evidence.figures import MEND
-from lightning_accel.evidence.page import Page, page_of
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.render import FORMS, form_of, to_html, to_json, to_markdown, write
+from lightning_accel.evidence.report_model import Page, page_of
 from report_schema import SCHEMA, schema
 from support.reported_runs import MIB, ODD, PEAKS, record_of, report_of, steps, tuned, with_header
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_accel.evidence import charts
-from lightning_accel.evidence.page import page_of
-from lightning_accel.evidence.reading import RecordError, read_record
+from lightning_accel.evidence.record_reader import RecordError, read_record
 from lightning_accel.evidence.render import to_html, to_markdown
+from lightning_accel.evidence.report_model import page_of
 from lightning_accel.evidence.served import Served, ServedForm, add_to_record
 from lightning_accel.evidence.tables import served_table
 from support.reported_runs import record_of

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_accel import AccelPlugin
 from lightning_accel.__main__ import main
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.evidence.page import page_of
-from lightning_accel.evidence.reading import read_record
+from lightning_accel.evidence.record_reader import read_record
+from lightning_accel.evidence.report_model import page_of
 from lightning_accel.evidence.speed import duration, rate, speed_of
 from support.console import heard
 from support.measured_runs import Model, fit, loader

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 from support.memory.offloaders import NO_MODEL, Make, make, one_core, packed_away, wave
 from support.models import TASKS
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_accel.memory.buffers import OffloadingError
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 from support.memory.limits import limited, resource
 from support.memory.offloaders import CPU, NO_MODEL, PLACES, Make, copying_threads, make, one_core, wave
 from support.models import TASKS

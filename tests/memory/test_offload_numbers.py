@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.memory.offload import Offloader
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 from support.memory.offloaders import NO_MODEL, PLACES, Make, make, one_core, packed_away, wave
 from support.models import TASKS, Task
 

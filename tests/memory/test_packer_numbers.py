@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 from support.packing_steps import SIZE, patient, sparse, step
 
 pytestmark = pytest.mark.numbers

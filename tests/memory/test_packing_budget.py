@@ -14,7 +14,7 @@ from lightning_accel.core.device import Span
 from lightning_accel.memory import packer as packer_module
 from lightning_accel.memory.packer import NO_ROOM, Packer
 from lightning_accel.memory.packing_budget import DENSE, SLOW, TRIALS, Place, choose
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 from support.packing_steps import SIZE, patient, sparse, step
 
 pytestmark = pytest.mark.numbers

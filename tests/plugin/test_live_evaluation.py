@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.host import Host
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 from support.lightning_models import Supervised, mlp, vectors
 from support.live_runs import SimulatedTime, Speed, Timed, batches, simulated
 

@@ -14,7 +14,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.data import (
     GaussianNoise,
 )
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 from support.lightning_models import Call
 from support.preprocess_runs import NORMALIZE, MakeTrainer, Sees, TakesTheTransfer, dataset, fit, loader, plugin, same
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, _instruments
-from lightning_accel.callbacks._teller import Teller
+from lightning_accel.callbacks._summary_logger import Teller
 from support.technique_table import off
 
 FIRST, LAST = 10, 20  # of the steps that are counted: past the trials, and past the logger's count of FLOPs

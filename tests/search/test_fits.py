@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.core.host import Host
 from lightning_accel.search import tune
-from lightning_accel.search.answers import Answers
-from lightning_accel.search.bench import Bench
 from lightning_accel.search.job import Job
 from lightning_accel.search.runs import Workers
+from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup_runs import Bench
 from support.search_runs import Sleeper, samples, searched, trainer
 
 pytestmark = pytest.mark.numbers

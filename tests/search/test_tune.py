@@ -18,7 +18,7 @@ from lightning_accel.search.job import Job
 from lightning_accel.search.search import Outcome
 from lightning_accel.search.setup import Setup
 from lightning_accel.search.tune import TuneResult, _places, _result, parse_time
-from lightning_accel.tuning import remembered
+from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import Interval
 from support.search_runs import Broken, Empty, Quiet, Samples, Scheduled, Sleeper, Slow, loader, searched, trainer
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.numbers
 
 def _files() -> set[str]:
     """In the current folder, beside the cache that a test has of its own."""
-    return set(os.listdir()) - {remembered.folder().name}
+    return set(os.listdir()) - {tuning_cache.folder().name}
 
 
 @pytest.mark.slow

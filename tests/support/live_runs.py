@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
-from lightning_accel.techniques import Surroundings, Technique, register
+from lightning_accel.techniques import BuildContext, Technique, register
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.registry import forget
 from support.technique_table import off
@@ -68,13 +68,13 @@ class Speed(Technique):
         type(self).latest = self
 
     @classmethod
-    def planned(cls, settings: SpeedPlan, surroundings: Surroundings) -> Speed:
+    def from_settings(cls, settings: SpeedPlan, context: BuildContext) -> Speed:
         return cls()
 
     def arms(self) -> Iterable[Arm]:
-        yield Arm(self.name, ("on",), self._have)
+        yield Arm(self.name, ("on",), self._set_choice)
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         self.now = choice
         self.switches.append(choice)
 

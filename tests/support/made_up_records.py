@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.evidence.anatomy import Anatomy, ModuleCost
 from lightning_accel.evidence.diagnosis import Finding, diagnose
-from lightning_accel.evidence.parts import BACKWARD, DATA, FORWARD
 from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD
 from lightning_accel.evidence.record import Header, Record, Steps
+from lightning_accel.evidence.step_breakdown import Anatomy, ModuleCost
 
 STEPS = 192
 PIECES = 32

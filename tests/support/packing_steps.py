@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.memory.packer import Packer
-from lightning_accel.memory.saved import saving
+from lightning_accel.memory.saved_tensors import saving
 
 SIZE = (64, 1024)  # 256 KiB of float32
 BYTES = 4 * 64 * 1024

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.evidence.anatomy import (
+from lightning_accel.evidence.peaks import Peaks
+from lightning_accel.evidence.record import Header, Record, Steps
+from lightning_accel.evidence.step_breakdown import (
     ACTIVATIONS,
     GRADIENTS,
     LOGITS,
@@ -22,8 +24,6 @@ from lightning_accel.evidence.anatomy import (
     MemoryPeak,
     ModuleCost,
 )
-from lightning_accel.evidence.peaks import Peaks
-from lightning_accel.evidence.record import Header, Record, Steps
 from support.measured_runs import Folder
 
 MIB = 1 << 20

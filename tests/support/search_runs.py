@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.host import Host
-from lightning_accel.search.answers import Answers
 from lightning_accel.search.job import Job
 from lightning_accel.search.search import Outcome, Search
+from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result
 

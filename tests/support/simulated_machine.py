@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.tuning.settled import Tuning
 from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.tuning.tuning_result import Tuning
 
 
 class SimulatedRun:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import Handle, accelerate, surroundings_for
+from lightning_accel.assembly import Handle, accelerate, build_context
 from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.data import Map
@@ -185,7 +185,7 @@ def _host_of(declaration: Declaration, value: Any) -> Host | None:
     """The first of the tests' hosts that has the technique so, with a plan that asks for it alone."""
     plan = Plan(**off() | _settings(declaration.name, value))
     for host in (HOST, CARD) if declaration.name in SIMULATED else (HOST,):
-        techniques = surroundings_for(plan, nn.Linear(2, 2), host, in_plain_loop=True).techniques
+        techniques = build_context(plan, nn.Linear(2, 2), host, in_plain_loop=True).techniques
         if any(one.name == declaration.name and one.unavailable(host) is None for one in techniques):
             return host
     return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.callbacks import TraceCallback
-from lightning_accel.callbacks._parts_patch import PARTS
+from lightning_accel.callbacks._phase_patch import PARTS
 from lightning_accel.core.profilers import is_profiling
 from lightning_accel.core.torch_private.compilation import compiled_call
 from support.measured_runs import Model, loader

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_accel.core.trial import Comparison, Contender, Trial
+from lightning_accel.core.trial import Comparison, Trial, Variant
 from support.models import TransformerBlock
 
 Call = Callable[..., Any]
@@ -17,7 +17,7 @@ X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
 
 
 def compare(module: nn.Module, candidate: Call, *args: Any, **options: Any) -> Comparison:
-    return Trial(module, args, **options).numbers(Contender(module.forward), Contender(candidate))
+    return Trial(module, args, **options).numbers(Variant(module.forward), Variant(candidate))
 
 
 def block() -> TransformerBlock:

@@ -21,7 +21,7 @@ from arguments_stub import STUB, stub
 from lightning_accel import AccelPlugin, AccelWarning, Plan, accelerate
 from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.core.host import Host
-from lightning_accel.techniques import AttributePatch, Patch, Refusal, Surroundings, Technique, Verdict, register
+from lightning_accel.techniques import AttributePatch, BuildContext, Patch, Refusal, Technique, Verdict, register
 from lightning_accel.techniques.registry import declarations
 from support.lightning_models import Supervised, vectors
 from support.models import TASKS
@@ -57,7 +57,7 @@ class Gentle(Technique):
         self.steps = 0
 
     @classmethod
-    def planned(cls, settings: GentlePlan, surroundings: Surroundings) -> Gentle:
+    def from_settings(cls, settings: GentlePlan, context: BuildContext) -> Gentle:
         return cls(settings)
 
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

@@ -254,7 +254,7 @@ def test_switched_between_steps_as_live_trials_do_it_trains_as_plainly(name: str
         assert arm.setup.end() is not None, handle.report.to_text()
     for choice in (*arm.choices, OFF, *arm.choices):
         arm.choose(choice)
-        handle.engine.rest([arm.name] if choice == OFF else [])
+        handle.engine.disable([arm.name] if choice == OFF else [])
         losses.append(loop.step(len(losses)))
     assert losses == pytest.approx(Loop(plain, task).run(range(len(losses))), rel=max(row.tolerance, 1e-6))
     handle.undo()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle, surroundings_for
+from lightning_accel.assembly import Handle, build_context
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
 from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
@@ -184,7 +184,7 @@ def test_what_the_user_has_set_is_theirs(variable: str, value: str) -> None:
 @pytest.mark.parametrize("settings", [{"memory_budget": "1GiB"}, {"activation_offloading": "disk"}])
 def test_memory_that_has_to_go_back_to_the_system_is_not_kept(settings: dict[str, Any]) -> None:
     model, host = nn.Linear(2, 2), Host(kind="cpu", device_name="a CPU")
-    around = surroundings_for(Plan(**settings), model, host, in_plain_loop=True)
+    around = build_context(Plan(**settings), model, host, in_plain_loop=True)
     [technique] = [one for one in around.techniques if isinstance(one, AllocatorTechnique)]
     [name] = settings
     assert technique.unavailable(host) == f"not beside {name}, for which memory has to go back to the system"
@@ -214,7 +214,7 @@ def test_what_is_held_beyond_the_peak_is_asked_of_the_runs_device_not_of_the_cur
     for name, mebibytes in (("max_memory_reserved", 7), ("max_memory_allocated", 2)):
         monkeypatch.setattr(torch.cuda, name, lambda index=None, mebibytes=mebibytes: (index == 1) * mebibytes << 20)
     model, host = nn.Linear(2, 2), SIMULATED_HOSTS["A100"]
-    techniques = surroundings_for(PLAIN_BUT_THIS, model, host, device=torch.device("cuda", 1)).techniques
+    techniques = build_context(PLAIN_BUT_THIS, model, host, device=torch.device("cuda", 1)).techniques
     [technique] = [one for one in techniques if isinstance(one, AllocatorTechnique)]
     engine = Engine(model, host, [technique])
     for _ in range(6):

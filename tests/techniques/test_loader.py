@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_accel import AccelPlugin, Plan, accelerate
 from lightning_accel.data import Map
-from lightning_accel.data.stand_in import StandIn
+from lightning_accel.data.loader_proxy import StandIn
 
 pytestmark = [pytest.mark.numbers, pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many")]
 

@@ -360,7 +360,7 @@ def test_one_that_comes_after_the_arm_was_chosen_does_as_the_others() -> None:
     for choice, is_fused in ((OFF, False), ("fused", True)):
         arm.choose(choice)
         late = AdamW(model[2].parameters())
-        handle.engine.meet([late])
+        handle.engine.add_optimizers([late])
         model(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
         assert ("_fused_adamw_" in operations(late)) is is_fused
     handle.undo()

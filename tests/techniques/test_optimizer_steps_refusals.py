@@ -59,7 +59,7 @@ def ways(optimizer: Optimizer, setting: Any = "auto") -> list[str]:
         way
         for claim in step_together("it", optimizer, setting)
         if isinstance(claim, StepsTogether)
-        for way in claim.ways
+        for way in claim.impls
     ]
 
 

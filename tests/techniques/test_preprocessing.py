@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
-from lightning_accel.data import GaussianNoise, Map, Normalize, arrays
+from lightning_accel.data import GaussianNoise, Map, Normalize, tensor_arrays
 from lightning_accel.techniques import preprocessing
 
 pytestmark = pytest.mark.numbers
@@ -90,7 +90,7 @@ def test_nothing_is_done_to_batches_after_undo() -> None:
 def simulated_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's device is said to be a GPU, on which CuPy is not installed."""
     monkeypatch.setattr("lightning_accel.assembly.device_of", lambda model: torch.device("cuda", 0))
-    monkeypatch.setattr(arrays, "_why_no_cupy", lambda index: "CuPy is not installed: pip install 'x[cuda13]'")
+    monkeypatch.setattr(tensor_arrays, "_why_no_cupy", lambda index: "CuPy is not installed: pip install 'x[cuda13]'")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 

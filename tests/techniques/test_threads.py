@@ -51,7 +51,7 @@ def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:
         trials.took(seconds[torch.get_num_threads()])
     assert trials.tuning.choices == {"threads": "2"}
     assert torch.get_num_threads() == 2
-    handle.engine.listen()
+    handle.engine.apply_updates()
     assert handle.report.of("threads").status == "2 threads an operation"
     handle.undo()
     assert torch.get_num_threads() == 8

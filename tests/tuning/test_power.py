@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 from support.simulated_machine import SimulatedRun
 
 

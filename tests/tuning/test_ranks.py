@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.tuning_result import Tuning
 from support.simulated_machine import SimulatedRun
 
 Hook = Callable[[int, int], bool]

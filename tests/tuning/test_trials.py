@@ -10,8 +10,8 @@ import torch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.tuning.questions import MIN_TURNS, allowance
-from lightning_accel.tuning.settled import Tuning
+from lightning_accel.tuning.trial_scheduler import MIN_TURNS, allowance
+from lightning_accel.tuning.tuning_result import Tuning
 from support.simulated_machine import SimulatedRun
 
 

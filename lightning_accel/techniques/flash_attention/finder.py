@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.compiled import is_inside_compiled
-from lightning_accel.core.held import content_of
+from lightning_accel.core.live_tensors import content_of
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.fused_attn import find_fused_attn
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_accel.core.isolation import silent_twin
 from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
 
 

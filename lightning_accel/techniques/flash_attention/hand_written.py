@@ -21,9 +21,9 @@ from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.compilation import dynamo_is_off, outside_of_ddp
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes, without_function_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.form import Finding
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.torch_private.modules import hooks_of
 from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.huggingface_attention import Request, accel_attention, all_without_mask
 from lightning_accel.techniques.flash_attention.huggingface_interface import (
@@ -28,7 +29,6 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
     may_switch,
     weights_are_collected,
 )
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
 _registration = Registration(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import silent_twin
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.huggingface_interface import eager_function, is_causal_by_itself
 from lightning_accel.techniques.flash_attention.masks import MaskMemory
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 
 all_without_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that call themselves causal and yet, eagerly, were seen to attend to all keys when given no mask."""

@@ -11,10 +11,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
 from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal
 
 Forward = Callable[..., Any]
 

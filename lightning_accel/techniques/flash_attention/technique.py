@@ -16,13 +16,13 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
+from lightning_accel.techniques.flash_attention.backend_trial import WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
-from lightning_accel.techniques.flash_attention.rehearsal import WatchedBackend
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -69,8 +69,8 @@ class FlashAttention(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: FlashAttentionPlan, surroundings: Surroundings) -> Self:
-        return cls(settings, verify=surroundings.verify)
+    def from_settings(cls, settings: FlashAttentionPlan, context: BuildContext) -> Self:
+        return cls(settings, verify=context.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -192,9 +192,9 @@ class FlashAttention(Technique):
     @override
     def arms(self) -> Iterable[Arm]:
         if self._plan.backend == "auto" and any(dispatch.is_fusing for dispatch in self._dispatches.values()):
-            yield Arm(self.name, ("on",), self._have)
+            yield Arm(self.name, ("on",), self._set_choice)
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         for dispatch in self._dispatches.values():
             dispatch.is_paused = choice == OFF
         self._switch_models()

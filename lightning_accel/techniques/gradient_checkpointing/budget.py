@@ -22,7 +22,7 @@ from lightning_accel.memory.offload import Offloading
 from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
-from lightning_accel.techniques.base import Refusal, Relief, Surroundings
+from lightning_accel.techniques.base import BuildContext, OomFallback, Refusal
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.notes import Verdict
@@ -74,13 +74,13 @@ class MemoryBudget(GradientCheckpointing):
 
     @classmethod
     @override
-    def planned(cls, settings: MemoryBudgetPlan, surroundings: Surroundings) -> Self:
-        offloading = surroundings.settings["activation_offloading"].on(surroundings.device.type)
-        return cls(settings, offloading, surroundings.device, verify=surroundings.verify)
+    def from_settings(cls, settings: MemoryBudgetPlan, context: BuildContext) -> Self:
+        offloading = context.settings["activation_offloading"].on(context.device.type)
+        return cls(settings, offloading, context.device, verify=context.verify)
 
     @classmethod
     @override
-    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
+    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
         return ()  # its plan has done what it could
 
     @classmethod

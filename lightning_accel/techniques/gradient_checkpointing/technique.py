@@ -19,11 +19,11 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
-from lightning_accel.core.trial import ORACLE_SAMPLES, Contender, Trial
+from lightning_accel.core.trial import ORACLE_SAMPLES, Trial, Variant
 from lightning_accel.memory.costs import kind_of
-from lightning_accel.memory.kept import kept_bytes
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
-from lightning_accel.techniques.base import Refusal, Relief, Surroundings, Technique
+from lightning_accel.memory.saved_bytes import kept_bytes
+from lightning_accel.techniques.base import BuildContext, OomFallback, Refusal, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -77,25 +77,25 @@ class GradientCheckpointing(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: Any, surroundings: Surroundings) -> Self:
-        return cls(settings.mode, settings.blocks, verify=surroundings.verify)
+    def from_settings(cls, settings: Any, context: BuildContext) -> Self:
+        return cls(settings.mode, settings.blocks, verify=context.verify)
 
     @classmethod
     @override
-    def reliefs(cls, surroundings: Surroundings) -> Iterable[Relief]:
-        settings, model = surroundings.settings[cls.name], surroundings.model
-        if surroundings.settings["memory_budget"].budget != "off":
+    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
+        settings, model = context.settings[cls.name], context.model
+        if context.settings["memory_budget"].budget != "off":
             return  # whose plan has it already
-        is_compiled = surroundings.settings["compile"].mode != "off"
+        is_compiled = context.settings["compile"].mode != "off"
         only_anew = "the blocks are compiled as they are" if is_compiled else ""
         # By the formula of docs/planning.md for a decoder's block: of 64 bytes a value that it keeps in float32, 44 are
         # left, or 4 and one block's work.
         blocks = find_blocks(model, settings.blocks)
         if settings.mode == "off" and (settings.blocks or units(model)):
-            yield Relief(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
+            yield OomFallback(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
         if settings.mode != "full" and blocks:
             keeps = min(1.0, 4 / 64 + 1 / len(blocks))
-            yield Relief(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
+            yield OomFallback(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -235,7 +235,7 @@ def try_block(
     if strange is not None:
         return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")
     trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if on_few else None)
-    found = trial.numbers(Contender(original), Contender(checkpointed), in_other_orders=False)
+    found = trial.numbers(Variant(original), Variant(checkpointed), in_other_orders=False)
     if found.failure:
         return Verdict(keep=False, reason=found.failure, measured=found.measured())
     norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}

@@ -15,10 +15,10 @@ from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Refusal, Surroundings, Technique
-from lightning_accel.techniques.inplace_activations.calibration import calibration
+from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.inplace_activations.kinds import kind_of, unfit
 from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site
+from lightning_accel.techniques.inplace_activations.refcount_calibration import calibration
 from lightning_accel.techniques.registry import register
 
 
@@ -65,8 +65,8 @@ class InplaceActivations(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: InplacePlan, surroundings: Surroundings) -> Self:
-        return cls(skip=surroundings.protected)
+    def from_settings(cls, settings: InplacePlan, context: BuildContext) -> Self:
+        return cls(skip=context.protected)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -101,9 +101,9 @@ class InplaceActivations(Technique):
     @override
     def arms(self) -> Iterable[Arm]:
         if any(site.in_place for site in self.sites.values()):
-            yield Arm(self.name, ("on",), self._have, saves_memory=True)
+            yield Arm(self.name, ("on",), self._set_choice, saves_memory=True)
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         for site in self.sites.values():
             site.is_paused = choice == OFF
 

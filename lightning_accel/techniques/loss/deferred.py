@@ -20,8 +20,8 @@ from lightning_accel.core.report import EditError
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.tensors import version_of, wrapper_tensor
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.techniques.loss.pieces import Form, Problem
-from lightning_accel.techniques.loss.places import Place, getters, rearranged
+from lightning_accel.techniques.loss.chunked_loss import Form, Problem
+from lightning_accel.techniques.loss.logit_ops import Place, getters, rearranged
 
 Fuse: TypeAlias = "Callable[[Problem], Tensor | str]"
 

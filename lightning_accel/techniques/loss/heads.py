@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.torch_private.autograd import is_transformed
+from lightning_accel.techniques.loss.chunked_loss import Form, Problem, linear_cross_entropy
 from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
-from lightning_accel.techniques.loss.pieces import Form, Problem, linear_cross_entropy
-from lightning_accel.techniques.loss.rehearsal import compared
+from lightning_accel.techniques.loss.head_trial import compared
 
 SMALLEST_BYTES = 16 << 20
 """Of logits: fewer fit in caches, and computing them in pieces gains nothing."""

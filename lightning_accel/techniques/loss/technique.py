@@ -18,7 +18,7 @@ from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Forecast, Refusal, Surroundings, Technique
+from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.loss.heads import SMALLEST_BYTES, Head
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
@@ -75,8 +75,8 @@ class Loss(Technique):
 
     @classmethod
     @override
-    def planned(cls, settings: LossPlan, surroundings: Surroundings) -> Self:
-        return cls(settings.mode == "on", surroundings.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
+    def from_settings(cls, settings: LossPlan, context: BuildContext) -> Self:
+        return cls(settings.mode == "on", context.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
@@ -122,9 +122,9 @@ class Loss(Technique):
     @override
     def arms(self) -> Iterable[Arm]:
         if not self._always and any(head.num_fused for head in self.heads.values()):
-            yield Arm(self.name, ("on",), self._have, saves_memory=True)
+            yield Arm(self.name, ("on",), self._set_choice, saves_memory=True)
 
-    def _have(self, choice: str) -> None:
+    def _set_choice(self, choice: str) -> None:
         self._is_paused = choice == OFF
 
     @override

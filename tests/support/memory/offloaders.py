@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.saved import Packed
+from lightning_accel.memory.saved_tensors import Packed
 
 pytest.importorskip("resource")  # which is where open files can be counted
 

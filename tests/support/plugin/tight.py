@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.report import AccelWarning
-from lightning_accel.memory.page import DeviceStepMemoryError
+from lightning_accel.memory.oom_report import DeviceStepMemoryError
 
 MakeTrainer = Callable[..., Trainer]
 FITS = 3

@@ -23,7 +23,7 @@ import torch._dynamo  # torch.optim imports it at its first step, in every rank 
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 
-from lightning_accel.lightning import beginning
+from lightning_accel.lightning import plain_start
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -103,7 +103,7 @@ def _work(
     os.environ.update(variables)
     faulthandler.dump_traceback_later(0.9 * patience_s)
     torch.set_num_threads(1)
-    beginning.SHORT_ON_RANKS = 0  # tests train for a few steps, which a run of a user's would leave as they are
+    plain_start.SHORT_ON_RANKS = 0  # tests train for a few steps, which a run of a user's would leave as they are
     try:
         function(rank)
     except BaseException:

@@ -43,7 +43,7 @@ def trained(rank: int, techniques: list[Technique]) -> dict[str, Any]:
     engine = Engine(model, HOST, techniques, gather=gather)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine.meet([optimizer])
+    engine.add_optimizers([optimizer])
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(20):

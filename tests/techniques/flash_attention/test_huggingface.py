@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import Sdpa
-from lightning_accel.techniques.flash_attention.rehearsal import Rehearsal, WatchedBackend
 from support.huggingface_models import BATCH, LENGTH
 from support.techniques.flash_attention.huggingface_runs import (
     BY_HAND,

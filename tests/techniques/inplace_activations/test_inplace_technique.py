@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.techniques.inplace_activations import InplaceActivations
-from lightning_accel.techniques.inplace_activations.calibration import calibration
 from lightning_accel.techniques.inplace_activations.ownership import PATIENCE, SMALLEST
+from lightning_accel.techniques.inplace_activations.refcount_calibration import calibration
 from support.techniques.inplace_activations.inplace_harness import (
     CPU,
     assert_same,

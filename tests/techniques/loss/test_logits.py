@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel.techniques.loss import pieces
+from lightning_accel.techniques.loss import chunked_loss
 from lightning_accel.techniques.loss.deferred import DeferredLogits
 from support.loss_models import (
     TOKENS,
@@ -229,7 +229,7 @@ def test_whatever_else_is_done_with_them_is_done_with_the_values(read: Callable[
 
 
 def test_no_operation_of_a_step_makes_a_tensor_of_tokens_by_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_FEWEST_ROWS", {"cpu": 3})
+    monkeypatch.setattr(chunked_loss, "_FEWEST_ROWS", {"cpu": 3})
     model, tokens = LanguageModel(), batches(1)[0]
     handle = start(model)
     for _ in range(2):  # the first tries the numbers

@@ -1,0 +1,149 @@
+"""Records, read back: whatever became of a run, and whoever has written the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_accel.evidence.record import FOLDER, FORMAT, RECORD_VARIABLE, Header, Record, Steps, piece_length
+from lightning_accel.evidence.served import KIND, Served
+from lightning_accel.evidence.step_breakdown import Anatomy
+
+
+class RecordError(ValueError):
+    """There is no record to be read. It says where it was looked for, what is there, and what to do."""
+
+
+def read_record(where: Path) -> Record:
+    """The record in a file, or the latest one below the folder of a run.
+
+    Raises:
+        RecordError: There is none, or none that can be read.
+    """
+    if where.is_file():
+        return _read(where)
+    found = _found(where)
+    passed_over: list[Path] = []
+    for path in found:
+        record = _read(path)
+        if any(some.cycle_ms for some in record.steps):
+            return replace(record, passed_over=passed_over)
+        passed_over.append(path)
+    return _read(found[0])
+
+
+def read_earlier(record: Record, most: int = 20) -> list[Record]:
+    """The latest records of the same training, from before a run's, in the folders beside its own; oldest first."""
+    path = record.path.resolve()
+    runs = path.parents[min(2, len(path.parents) - 1)]  # a record that was taken elsewhere may lie in a root
+    files = {*runs.glob(f"*/{FOLDER}/*-*.jsonl"), *path.parent.glob("*-*.jsonl")}
+    found = []
+    for file in sorted((one for one in files if one.name < path.name), key=lambda one: one.name)[-most:]:
+        try:
+            other = _read(file)
+        except (RecordError, OSError):  # somebody else's, or damaged: nothing of this run
+            continue
+        if (other.header.model, other.header.parameters) == (record.header.model, record.header.parameters):
+            found.append(other)
+    return found
+
+
+def _read(path: Path) -> Record:
+    lines = _lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise RecordError(f"{path} is empty: the run ended before its first line was written.")
+    if first.get("kind") != "run":
+        raise RecordError(f"{path} does not begin as the record of a run: give one that lightning-accel has written.")
+    if first.get("format") != FORMAT:
+        raise RecordError(
+            f"{path} is written in format {first.get('format')!r}, of another version of lightning-accel; this one"
+            f" reads format {FORMAT}. Read it with that version, or run the training again."
+        )
+    names = Header.__dataclass_fields__
+    try:
+        header = Header(**{name: first[name] for name in names if name in first})
+        steps, epochs, anatomy, settled_step, served, end = [], [], None, None, None, {}
+        for line in lines:
+            kind = line.pop("kind", None)
+            if kind == "steps":
+                steps.append(_steps(line))
+            elif kind == "epoch":
+                epochs.append(line)
+            elif kind == "end":
+                end = line
+            elif kind == "settled":
+                settled_step = int(line["step"])
+            elif kind == "anatomy":
+                anatomy = Anatomy.from_dict(line)
+            elif kind == KIND:
+                served = Served.from_dict(str(line["checkpoint"]), line)
+    except RecordError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}. Run the training again.") from error
+    return Record(
+        path=path,
+        header=header,
+        steps=steps,
+        epochs=epochs,
+        status=str(end.get("status", "")),
+        report=end.get("report"),
+        page=str(end.get("page", "")),
+        anatomy=anatomy,
+        settled_step=settled_step,
+        cards=end.get("cards", {}),
+        served=served,
+    )
+
+
+def _steps(line: dict[str, Any]) -> Steps:
+    """A line of steps, with numbers where numbers belong: who writes by hand, or over a bad disk, is told."""
+    losses = [(int(step), float(loss)) for step, loss in line.pop("losses")]
+    some = Steps(losses=losses, **line)
+    counts = [some.first, some.last, some.timed, some.looked_at, some.samples or 0]
+    times = [*some.cycle_ms, *some.parts_ms.values()]
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise ValueError(f"steps {some.first!r} to {some.last!r} are not counted in whole numbers")
+    if not all(isinstance(ms, int | float) and 0 <= ms < math.inf for ms in times) or 0 in some.cycle_ms:
+        raise ValueError(f"the times of steps {some.first} to {some.last} are no milliseconds")
+    if not all(isinstance(value, int | float) for values in some.card.values() for value in values):
+        raise ValueError(f"what a card said in steps {some.first} to {some.last} is in no numbers")
+    if len(some.cycle_ms) != -(-some.timed // piece_length(some.timed)) or (some.parts_ms and not some.looked_at):
+        raise ValueError(f"the times of steps {some.first} to {some.last} are not those of {some.timed} steps")
+    return some
+
+
+def _found(where: Path) -> list[Path]:
+    """The records below a folder, the newest first: their names begin with the time."""
+    if not where.exists():
+        raise RecordError(f"{where} does not exist: give the folder of a run, as its logger made it, or a file in it.")
+    found = sorted(where.glob(f"**/{FOLDER}/*-*.jsonl"), key=lambda path: path.name, reverse=True)
+    if not found:
+        raise RecordError(
+            f"{where} holds no run ({FOLDER}/*.jsonl): train with AccelPlugin() or SpeedMemoryLogger() and"
+            " TensorBoardLogger or CSVLogger, and give the folder that these write to. AccelPlugin alone keeps none of"
+            f" a run of seconds: {RECORD_VARIABLE}=FOLDER in the environment asks for it."
+        )
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Those that are whole: the last one of a process that was killed may not be."""
+    text = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(text):
+        if not line:
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(text) - 1 and number > 0:
+                return
+            raise RecordError(f"{path} is damaged in line {number + 1}: {error}. Run the training again.") from error
+        if not isinstance(found, dict):
+            raise RecordError(f"{path} is damaged in line {number + 1}: it is no object of JSON.")
+        yield found

@@ -1,0 +1,212 @@
+"""How a Trainer's batches get to the device: by a pipeline around each loader, or where Lightning transfers them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accel.core.patch import MethodPatch, Patch, applied
+from lightning_accel.core.torch_private.training import map_parts
+from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
+from lightning_accel.data.loader_proxy import stood_for
+from lightning_accel.engine import Engine
+from lightning_accel.lightning.packages import (
+    Strategy,
+    Trainer,
+    TrainerFn,
+    is_overridden,
+    is_param_in_hook_signature,
+    own,
+)
+from lightning_accel.lightning.private import combined_loader, is_sequential
+
+_DEPTH = 2  # batches prepared ahead
+# What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
+_TRANSFER = "transfer_batch_to_device"
+_HOOKS_BEFORE = ("on_before_batch_transfer", _TRANSFER)
+
+
+class Feeding:
+    """Transfer and preprocessing under a Trainer, before ``on_after_batch_transfer``.
+
+    A :class:`DevicePipeline` around each loader prepares batches ahead. Where the user has taken the transfer in hand,
+    or the strategy brings loaders of its own, every batch is preprocessed at its transfer instead.
+
+    Args:
+        trainer: About to run.
+        engine: Whose report says what happens to the batches.
+        transforms: What to do with each batch; none: only the transfer, where there is a device to transfer to.
+        dtype: What images come out in.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        transforms: Sequence[Transform],
+        dtype: torch.dtype,
+    ) -> None:
+        # A training step that takes its batches from the loader itself: Lightning then transfers none.
+        self._takes_loader = takes_loader(trainer)
+        self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
+        self._trainer = trainer
+        self._report = engine.report
+        self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
+        self._preprocess: Preprocess | None = None
+        if transforms:
+            self._preprocess = Preprocess(
+                transforms,
+                device=trainer.strategy.root_device,
+                dtype=dtype,
+                rank=trainer.global_rank,
+            )
+            if self._preprocess.complaint:
+                engine.degrade(f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.")
+            when = f"at the transfer of each batch: {self._why_inline}" if self._why_inline else ""
+            record = engine.report.of("preprocess")
+            record.is_on = True
+            record.status = f"{self._preprocess.describe()}; {when or 'the next batches while one is in work'}"
+
+    def patches(self) -> Iterator[Patch]:
+        """The edits to the Trainer's strategy."""
+        strategy, wrap = self._trainer.strategy, functools.partial(followed_by, self.pipe)
+        if not self._why_inline:
+            yield MethodPatch("preprocess", "in a pipeline", strategy, "process_dataloader", wrap)
+        elif self._preprocess is not None:
+            yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
+
+    def pipe(self, loader: Any) -> Any:
+        """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
+        if self._why_inline or (self._takes_loader and self._preprocess is None):
+            return loader
+        strategy = self._trainer.strategy
+        has_work = self._preprocess is not None or strategy.root_device.type != "cpu"
+        depth = _DEPTH if has_work and _can_be_ahead(loader) else 0
+        if self._preprocess is not None and depth == 0:
+            self._report.note(
+                f"preprocess: batches of this {type(loader).__name__} are prepared when they are asked for, not"
+                " ahead: it may follow the training, or use its memory again. A DataLoader over a map-style"
+                " dataset, or one with workers, does not."
+            )
+        pipeline = DevicePipeline(
+            loader, strategy.root_device, self._preprocess, depth, position=lambda: self._position(pipeline)
+        )
+        self._pipelines.add(pipeline)
+        return pipeline
+
+    def close(self) -> None:
+        """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
+        for pipeline in list(self._pipelines):
+            pipeline.close()
+        give_loaders_back(self._trainer)
+
+    def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
+            if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
+                owner = datamodule
+            # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
+            with applied(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)):
+                return original(strategy, batch, *args, **kwargs)
+
+        return batch_to_device
+
+    def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def transfer_batch_to_device(owner: Any, batch: Any, *args: Any) -> Any:
+            if self._preprocess is not None and self._preprocess.on_host:
+                return original(owner, self._each_loaders(batch), *args)
+            return self._each_loaders(original(owner, batch, *args))
+
+        return transfer_batch_to_device
+
+    def _each_loaders(self, batch: Any) -> Any:
+        """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""
+        combined = combined_loader(_loop_under_way(self._trainer))
+        if combined is None or is_sequential(combined):
+            return self._preprocessed(0, batch)
+        return map_parts(self._preprocessed, batch, combined.iterables)
+
+    def _preprocessed(self, loader_idx: int, batch: Any) -> Any:
+        assert self._preprocess is not None
+        return None if batch is None else self._preprocess(batch, self._position_of(loader_idx))
+
+    def _position(self, pipeline: DevicePipeline) -> Position:
+        """Where the first batch of an iteration of ``pipeline`` stands."""
+        combined = combined_loader(self._trainer.fit_loop)
+        loaders = [] if combined is None else combined.flattened
+        number = next((number for number, loader in enumerate(loaders) if loader is pipeline), None)
+        if number is None:
+            return Position(training=False)
+        # A step that fetches by itself is counted before it does so.
+        return self._position_of(number).ahead(-1 if self._takes_loader else 0)
+
+    def _position_of(self, loader_idx: int) -> Position:
+        trainer = self._trainer
+        return Position(
+            training=trainer.training,
+            epoch=trainer.current_epoch,
+            batch_idx=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            loader_idx=loader_idx,
+        )
+
+
+def give_loaders_back(trainer: Trainer) -> None:
+    """Has a Trainer's loops iterate over the user's own loaders again."""
+    fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
+        if (combined := combined_loader(loop)) is not None:
+            combined.flattened = [stood_for(loader) for loader in combined.flattened]
+
+
+def followed_by(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A strategy's method whose result passes through ``change``."""
+
+    def method(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+        return change(original(strategy, *args, **kwargs))
+
+    return method
+
+
+def _can_be_ahead(loader: Any) -> bool:
+    """Whether each batch has memory of its own, and is what it is whenever it is fetched.
+
+    A generator may fill one buffer over and over, be where it is for good, or give what the model has just made.
+    """
+    loader = stood_for(loader)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return loader.num_workers > 0 or not isinstance(loader.dataset, IterableDataset)
+
+
+def _loop_under_way(trainer: Trainer) -> Any:
+    fit = trainer.fit_loop
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: fit if trainer.training else fit.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops.get(trainer.state.fn)
+
+
+def takes_loader(trainer: Trainer) -> bool:
+    """Whether the training step takes its batches from the loader itself."""
+    return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+
+
+def _why_inline(trainer: Trainer) -> str:
+    module, datamodule = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    strategy = type(trainer.strategy)
+    brings_loaders = strategy.process_dataloader is not own(trainer.strategy, Strategy).process_dataloader
+    if brings_loaders and not getattr(strategy, "wants_pipeline", False):
+        return f"{strategy.__name__} brings loaders of its own"
+    for hook in _HOOKS_BEFORE:
+        for owner in (module, datamodule):
+            if owner is not None and is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook} comes before"
+    return ""

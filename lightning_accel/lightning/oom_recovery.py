@@ -1,0 +1,347 @@
+"""A training step that has run out of memory is answered: what needs less is put on, and the step runs again.
+
+What is put on changes no number, and stays for the rest of the run: packing, selective checkpointing, offloading (on a
+GPU), full checkpointing; whichever costs the least time comes first; then, on wish, the batch goes through the step in
+parts. Where nothing is left, or the step cannot be taken back, the run ends with a page in place of the bare error.
+Searches for a batch size live on that error: they get it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lightning_accel.assembly import NamedFallback, fallbacks_for
+from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.core.oom_errors import is_out_of_memory
+from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.ranks import rank_zero_info
+from lightning_accel.core.report import AccelWarning
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.trial import one_line
+from lightning_accel.engine import Engine
+from lightning_accel.lightning.packages import LightningModule, Strategy
+from lightning_accel.lightning.split_batches import SplitBatches
+from lightning_accel.lightning.step_snapshot import begins_gradients
+from lightning_accel.lightning.tuner_searches import Searches
+from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
+from lightning_accel.memory.oom_report import SAME_WHERE, Remedy, StepMemoryError, error_with, page
+from lightning_accel.memory.pressure import Pressure, Toll
+from lightning_accel.techniques.base import BuildContext
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+OPTIMIZER = "optimizer's step"
+SPLIT = "split"
+"""The batch in parts, among what was put on."""
+
+_NOTHING_LEFT = "nothing is left that would need less memory and change no number"
+_OF_OTHERS = (
+    "several processes train together, and what one of them did alone the others would wait for in vain: all of them"
+    " have to be started again with other settings"
+)
+
+
+class MemoryAnswers:
+    """What one run has against a lack of memory.
+
+    Args:
+        module: The run's module.
+        engine: At work on it.
+        around: What its techniques were made for.
+        is_on: Whether anything is put on, and pages are written; else errors are left as they are.
+        interrupt: Called where a step's time is not to be counted.
+        split: Halves the batch where nothing else is left; None: that was not asked for.
+        leave: Told of the page of a step that ends the run, before it does.
+
+    Attributes:
+        put_on: What was, in its order, but for the batch in parts.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: Engine,
+        around: BuildContext,
+        *,
+        is_on: bool,
+        interrupt: Callable[[], None] = lambda: None,
+        split: SplitBatches | None = None,
+        leave: Callable[[StepMemoryError], None] = lambda page: None,
+    ) -> None:
+        self.put_on: list[NamedFallback] = []
+        self._module, self._engine, self._around = module, engine, around
+        self._is_on = is_on
+        self._has_others = module.trainer.world_size > 1
+        self._may_answer = is_on and not self._has_others
+        self._interrupt = interrupt
+        self._split, self._leave = split, leave
+        self._searches = Searches(module.trainer)
+        self._left: list[NamedFallback] | None = None  # found when first asked for
+        self._pressure = Pressure(around.device)
+        self._toll = Toll(around.device)
+        self._said = ""  # of what was put on, until what it costs is known
+        self._failed: tuple[str, Inventory] | None = None  # who asked, and who held what, when memory last ran out
+        self._answered: list[str] = []  # in the step under way
+        self._batch: Any = None
+        self._why = ""
+
+    # -- before and after a step -------------------------------------------------------------------------------
+
+    def patches(self, strategy: Strategy) -> Iterator[Patch]:
+        """The edits that have every step of ``strategy`` end with a page where there is no memory for it."""
+        for name in STEPS:
+            paged = functools.partial(self._paged, name)
+            yield MethodPatch(f"{name}, paged", "ends with a page", strategy, name, paged)
+
+    def _paged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        within = "forward pass" if name == "training_step" else name
+
+        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            self._batch = args[:1]
+            if name == "training_step":
+                if self._toll.step_begins():
+                    self._tell_toll()
+            else:
+                self._toll.interrupt()
+            try:
+                outputs = original(strategy, *args, **kwargs)
+            except Exception as error:
+                self.end(error, within)
+                raise
+            if name != "training_step" or not self._module.automatic_optimization:
+                self._batch = None
+            return outputs
+
+        return step
+
+    def end(self, error: Exception, within: str) -> None:
+        """Raises the page in place of ``error``, if that is for want of memory and not to pass as it is."""
+        ending = self.ending(error, within)
+        if ending is not None:
+            self._leave(ending)
+            raise ending from error
+
+    def let_go(self) -> None:
+        """Lets go of the batch: nothing more is computed with it."""
+        self._batch = None
+
+    @property
+    def lets_pass(self) -> bool:
+        """Whether errors are for somebody else to catch: a search for a batch size."""
+        return self._searches.are_running()
+
+    def may_run_out(self, given: Any) -> bool:
+        """Whether a net is wanted under the next training step, though nothing of ours is in force."""
+        return self._may_answer and self._pressure.may_run_out(given)
+
+    def close(self) -> None:
+        """Says what is known of the cost when the run ends."""
+        self._tell_toll()
+        self._batch = self._failed = None
+
+    # -- a step has run out --------------------------------------------------------------------------------------
+
+    def saw(self, error: Exception) -> None:
+        """Looks who asked, and who holds what, while the frames of the error are there."""
+        trainer = self._module.trainer
+        inventory = take_inventory(self._module, trainer.optimizers, self._batch, self._around.device, error)
+        self._failed = who_asked(error, self._module), inventory
+
+    def put_on_next(self) -> bool:
+        """Puts on what costs the least time of all that is left; whether there was anything."""
+        if not self._may_answer:
+            return False
+        if self._left is None:
+            self._left = self._not_yet()
+        while self._left:
+            if self._can_be_had(self._left.pop(0)):
+                return True
+        self._why = f"{_NOTHING_LEFT}{self._not_tried()}"
+        if self._split is None:
+            return False
+        why = self._split.halve(self._batch[0])
+        if why:
+            self._why += f", and {why}"
+            return False
+        self._answered.append(SPLIT)
+        return True
+
+    def put_on_again(self, put_on: Sequence[tuple[str, Any]]) -> None:
+        """Puts on what an earlier part of the run has: pairs of a technique and its settings, as :attr:`written`."""
+        for named in self._not_yet() if put_on else ():
+            if (named.name, named.settings) in [(name, settings) for name, settings in put_on]:
+                self._can_be_had(named)
+        self._answered.clear()
+        self._left = None
+        most = dict(put_on).get(SPLIT)
+        if most is not None and self._split is not None:
+            self._split.begin(most)
+        elif most is not None:
+            self._engine.report.note(
+                f"the run before had its batches in parts of at most {most} samples, against a lack of memory: this one"
+                " has not, without out_of_memory='split'"
+            )
+
+    @property
+    def written(self) -> list[tuple[str, Any]]:
+        """What was put on, as checkpoints keep it."""
+        most = None if self._split is None else self._split.most
+        return [(one.name, one.settings) for one in self.put_on] + ([] if most is None else [(SPLIT, most)])
+
+    def take_off(self, error: Exception) -> bool:
+        """Takes back what was put on last, as the step raised something else with it; whether there was anything."""
+        if not self._answered:
+            return False
+        if self._split is not None and self._answered[-1] == SPLIT:
+            self._answered.pop()
+            self._split.give_up(f"a step raised {one_line(error)}")
+        else:
+            self._take_off(self.put_on[-1], f"a step raised {one_line(error)}")
+        return True
+
+    def ran(self) -> None:
+        """Tells that the step was repeated and has run."""
+        self._interrupt()
+        if self._answered and self._failed is not None:
+            inventory = self._failed[1]
+            answers = ", ".join(str(named) for named in self.put_on if named.name in self._answered)
+            changes = "which changes no number and takes more time"
+            if SPLIT in self._answered:
+                answers = f"{answers}{', ' * bool(answers)}{self._split}"
+                changes = f"which takes more time, and gives {SAME_WHERE}"
+            self._said = f"out of memory: {answers} put on at step {self._module.trainer.global_step}"
+            self._toll.ask(inventory.wanted_bytes)
+            line = (
+                f"{self._said}: it needed more than {format_bytes(inventory.wanted_bytes)} of the"
+                f" {format_bytes(inventory.limit_bytes)} there are. The step has run again with that, {changes}; it"
+                " stays on."
+            )
+            self._engine.report.note(line)
+            warnings.warn(line, AccelWarning, stacklevel=2)
+        self._answered, self._failed = [], None
+
+    def because(self, why: str) -> None:
+        """Why the step cannot run again, for the page."""
+        self._why = why
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def ending(self, error: Exception, within: str) -> StepMemoryError | None:
+        """The page that is to end the run in place of ``error``; None where that is to pass as it is."""
+        if not self._is_on or isinstance(error, StepMemoryError) or not is_out_of_memory(error) or self.lets_pass:
+            return None
+        try:
+            if self._failed is None:
+                self.saw(error)
+            return self._page(error, within)
+        except Exception as wrong:
+            self._engine.report.note(f"the page on a lack of memory could not be written: {one_line(wrong)}")
+            return None
+
+    def _page(self, error: Exception, within: str) -> StepMemoryError:
+        assert self._failed is not None
+        asked, inventory = self._failed
+        trainer = self._module.trainer
+        is_training = within in ("forward pass", "backward pass", OPTIMIZER)
+        what = f"Training step {trainer.global_step} of epoch {trainer.current_epoch}"
+        is_split = self._split is not None and self._split.most is not None
+        where = f" in its {within}" if is_training else ""
+        if is_split and within == "forward pass":
+            where = " in one of its parts"
+        tried = [f"{named}: {self._came_to(named)}" for named in self.put_on]
+        tried += [f"out_of_memory='split': {self._split}"] if is_split else []
+        why = self._why or (_OF_OTHERS if self._has_others else "it could not be taken back and run again")
+        if within == OPTIMIZER:
+            why = "some of the gradients may have been applied"
+            asked = f"  {', '.join(type(one).__name__ for one in trainer.optimizers)}\n{asked}"
+        elif not is_training:
+            what, why = f"A {within.replace('_', ' ')}", "it keeps nothing for a backward pass that it could do without"
+        text = page(
+            error,
+            f"{what} ran out of memory{where}: {why}.",
+            asked,
+            inventory,
+            tried,
+            [] if within == OPTIMIZER or not is_training else self._remedies(),
+            next((len(tensor) for tensor in tensors_in(self._batch) if tensor.dim()), None),
+            trainer.accumulate_grad_batches if is_training else None,
+            may_split=self._may_split(within),
+        )
+        self._failed = None
+        return error_with(text, error)
+
+    def _may_split(self, within: str) -> bool:
+        """Whether halves of the batch, which nobody has asked for, might have gone through the step."""
+        can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
+        return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
+
+    def _remedies(self) -> list[Remedy]:
+        found = [Remedy(one.name, one.settings, one.fallback.keeps, one.fallback.only_anew) for one in self._not_yet()]
+        if any(one.setting == "gradient_checkpointing" for one in found):  # of which the planner makes the best mix
+            found.insert(0, Remedy("memory_budget", "90%", None, "plans the fastest mix that fits, block by block"))
+        return found
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _came_to(self, named: NamedFallback) -> str:
+        record = self._engine.report.of(named.name)
+        left_alone = [f"; {len(record.refusals)} left alone: {why}" for why in record.refusals.values()][:1]
+        return f"{record.outcome()} ({len(record.changes)} sites{''.join(left_alone)})"
+
+    def _not_yet(self) -> list[NamedFallback]:
+        """What is neither in force, nor less than what is."""
+        known = {named.name: named.fallback.costs for named in self.put_on}
+        try:
+            found = fallbacks_for(self._around)
+        except Exception as error:  # nothing of ours is to come in the way of the error that there is
+            self._engine.report.note(f"what could need less memory could not be found: {one_line(error)}")
+            return []
+        return [one for one in found if one.fallback.costs > known.get(one.name, -1.0)]
+
+    def _not_tried(self) -> str:
+        """What there would be all the same."""
+        left = self._not_yet()
+        if any(one.fallback.only_anew for one in left):
+            return ", but for what a run can have from its beginning only"
+        told = self._around.settings["gradient_checkpointing"].mode, self._around.settings["memory_budget"].budget
+        if told != ("off", "off") or any(one.name == "gradient_checkpointing" for one in (*self.put_on, *left)):
+            return ""
+        return f" (gradient_checkpointing finds no blocks in {type(self._module).__name__}: name some)"
+
+    def _can_be_had(self, named: NamedFallback) -> bool:
+        if named.fallback.only_anew:
+            return False
+        # What was not enough, and may be none at all: activations that are forgotten need not be packed.
+        for former in [one for one in self.put_on if one.name in self._answered and one.fallback.keeps is None]:
+            self._take_off(former, f"it was not enough, and {named.name} leaves little to it")
+        technique = named.make(self._around)
+        try:
+            if technique is None or not self._engine.add(technique):
+                return False
+        except Exception as error:
+            self._engine.withdraw(named.name, f"could not be put on: {one_line(error)}")
+            return False
+        self.put_on = [*(one for one in self.put_on if one.name != named.name), named]
+        self._answered = [*(name for name in self._answered if name != named.name), named.name]
+        return True
+
+    def _take_off(self, named: NamedFallback, why: str) -> None:
+        self.put_on.remove(named)
+        self._answered.remove(named.name)
+        self._engine.withdraw(named.name, why)
+
+    def _tell_toll(self) -> None:
+        known = self._toll.known()
+        if known is None:
+            return
+        before, after, ratio = known
+        costs = [] if after is None else [f"peak {format_bytes(before)} or more → {format_bytes(after)}"]
+        costs += [] if ratio is None else [f"step {ratio:.2f}x"]
+        if costs:
+            line = f"{self._said}: {', '.join(costs)}"
+            notes = self._engine.report.notes
+            notes[:] = [note for note in notes if not note.startswith(self._said)]
+            self._engine.report.note(line)
+            rank_zero_info(f"lightning-accel: {line}")

@@ -1,0 +1,110 @@
+"""Rounds of planning: policies are proposed, metered, and mended by what the meter showed, until they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy
+from lightning_accel.memory.knapsack import Problem
+from lightning_accel.memory.recorder import Call
+
+SLACK = 0.01  # left free: no two steps allocate quite the same
+MAX_ROUNDS = 6
+
+Policies = dict[str, Policy]
+"""Site → what the block there does."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to run next."""
+
+    policies: Policies
+    is_final: bool  # whether that is the answer, measured to fit
+    least_bytes: int | None = None  # the least budget that has an answer, where none was found; the rest says nothing
+
+
+class Rounds:
+    """The search for policies that are measured to keep to a budget, and of those the fastest."""
+
+    def __init__(self, budget_bytes: int, *, may_offload: bool) -> None:
+        self.measured_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # the peak with some policies
+        self.predicted_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # likewise, before they ran
+        self.offloads_rest = False  # whether what is saved outside all blocks is to be offloaded too
+        self._budget = budget_bytes
+        self._may_offload = may_offload
+
+    def next(self, problem: Problem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]) -> Proposal:
+        """What to run next, now that a step with these ``policies`` was metered, and showed ``problem``."""
+        self.measured_bytes[frozenset(policies.items())] = peak_bytes
+        target = self._budget * (1 - SLACK)
+        while True:
+            answer = solve(problem, round(target))
+            found = None if answer is None else {**policies, **answer}
+            rounds_left = MAX_ROUNDS - len(self.measured_bytes)
+            if found is not None and rounds_left > 0 and (key := frozenset(found.items())) not in self.measured_bytes:
+                self.predicted_bytes[key] = problem.peak(by_call(problem, found))
+                return Proposal(found, is_final=False)
+            fitting = [dict(key) for key, peak in self.measured_bytes.items() if peak <= self._budget]
+            if fitting:
+                fastest = min(fitting, key=lambda each: problem.ms(by_call(problem, each)))
+                return Proposal(fastest, is_final=True)
+            if self._may_offload and not self.offloads_rest:
+                self.offloads_rest = True
+                self.measured_bytes.clear()  # none of it fitted
+                smallest = {site: _smallest(of_block) for site, of_block in costs.items()}
+                return Proposal(smallest, is_final=False)
+            if found is None or rounds_left <= 0:
+                least = min(*(variant.least() for variant in _variants(problem)), *self.measured_bytes.values())
+                return Proposal(policies, is_final=True, least_bytes=least)
+            target *= 1 - SLACK  # predicted to fit, and measured not to
+
+
+def solve(problem: Problem, budget: int) -> Policies | None:
+    """The fastest choice within ``budget`` bytes, with one policy for all calls of a site; None when there is none."""
+    found = [answer for variant in _variants(problem) if (answer := variant.solve(budget)) is not None]
+    if not found:
+        return None
+    return {call.site: policy for call, policy in min(found, key=problem.ms).items()}
+
+
+def leanest(costs: BlockCosts) -> Policy:
+    """What a block does while nothing is planned."""
+    return "full" if "full" in costs.by_policy else _smallest(costs)
+
+
+def by_call(problem: Problem, policies: Policies) -> dict[Call, Policy]:
+    return {stage.call: policies[stage.call.site] for stage in problem.stages}
+
+
+def _smallest(costs: BlockCosts) -> Policy:
+    """What holds least from forward to backward, to a page, and of those the one that needs least then."""
+    found = costs.by_policy
+    return min(found, key=lambda policy: (found[policy].kept_bytes >> 12, found[policy].backward_bytes))
+
+
+def _variants(problem: Problem) -> list[Problem]:
+    """The problem, once for each choice for the sites that are called more than once, each with one policy for all.
+
+    Of those sites the first few have one policy and the rest another, which is what the best choice comes to for equal
+    blocks; all there is to choose would be too many.
+    """
+    shared = list(dict.fromkeys(stage.call.site for stage in problem.stages if stage.call.index))
+    stages = [stage for stage in problem.stages if stage.call.site in shared]
+    common = [policy for policy in POLICIES if all(policy in stage.by_policy for stage in stages)]
+    choices = {
+        (*[first] * count, *[rest] * (len(shared) - count))
+        for first in common
+        for rest in common
+        for count in range(len(shared) + 1)
+    }
+    return [_restricted(problem, dict(zip(shared, choice, strict=True))) for choice in sorted(choices)]
+
+
+def _restricted(problem: Problem, policies: Policies) -> Problem:
+    stages = []
+    for stage in problem.stages:
+        policy = policies.get(stage.call.site)
+        stages.append(stage if policy is None else replace(stage, by_policy={policy: stage.by_policy[policy]}))
+    return replace(problem, stages=stages)

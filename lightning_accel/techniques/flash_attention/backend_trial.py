@@ -1,0 +1,166 @@
+"""Tries backends on one call of a site: same numbers? which is the fastest?
+
+Nothing of the user's runs an extra time for that. A site computes its call once, as ever, and at the place where its
+attention stands it hands the original and the fused form to a :class:`Rehearsal`, which tries them on the very tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_accel.core.dropout import is_dropout_off
+from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.purse import Purse
+from lightning_accel.core.tolerance import Spread
+from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
+from lightning_accel.techniques.flash_attention.row_formula import ByRows
+
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What came out of a trial."""
+
+    choice: str  # the name of a backend, or "original"
+    reason: str  # what was measured, or why none of the backends may
+    is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
+    measured: Measured | None = None  # of the backend that is spoken of
+
+
+class WatchedBackend(Backend):
+    """A backend that says what it was asked for and could not do, once each; torch's own choice takes its place."""
+
+    def __init__(self, backend: Backend, complain: Callable[[str], None] = lambda lack: None) -> None:
+        self.name = backend.name
+        self.lacking: list[str] = []
+        self._backend, self._complain = backend, complain
+
+    @override
+    def __call__(self, call: AttentionCall) -> Tensor:
+        if is_dropout_off():  # which the kernels of other packages cannot know
+            call = replace(call, dropout_p=0.0)
+        lack = self._backend.lacks(call)
+        if lack is None:
+            return self._backend(call)
+        if lack not in self.lacking:
+            self.lacking.append(lack)
+            self._complain(lack)
+        return sdpa(call)
+
+
+class Rehearsal:
+    """One call of a site, at whose attentions backends are tried beside the original, which computes the call.
+
+    By the clock the fastest is taken, the original among them; otherwise the first, by preference, that agrees.
+
+    Args:
+        backends: What is tried.
+        by_clock: Whether the clock decides.
+        purse: What pays.
+        spreads: What its attentions, by their place in the call, may be off by, as far as sites that are alike have
+            measured it; what this call measures is added.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[WatchedBackend],
+        *,
+        by_clock: bool,
+        purse: Purse | None = None,
+        spreads: dict[int, Spread] | None = None,
+    ) -> None:
+        self._backends = backends
+        self._by_clock = by_clock
+        self._purse = purse
+        self._spreads = {} if spreads is None else spreads
+        self._failures: dict[str, str] = {}
+        self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
+        self._measured: dict[str, list[Measured]] = defaultdict(list)
+        self._num_attentions = 0
+
+    def rehearse(
+        self,
+        original: Callable[..., Any],  # the attention as the site computes it, by torch's own operations
+        fused: Callable[[Backend], Callable[..., Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        module: nn.Module | None = None,  # whose parameters take part; None: nothing but the arguments does
+        judged: Callable[[Any], Any] = lambda outputs: outputs,  # what is to be compared of what both return
+        keeps_strides: bool = True,  # whether that has to lie alike in memory
+    ) -> None:
+        """Tries every backend on one attention. Its results go nowhere."""
+        self._num_attentions += 1
+        trial = Trial(
+            nn.Module() if module is None else module,
+            args,
+            kwargs or {},
+            with_gradients=torch.is_grad_enabled(),
+            judged=judged,
+            keeps_strides=keeps_strides,
+            wide=original if module is None else None,
+            purse=self._purse,
+            alike=self._spreads.get(self._num_attentions, Spread()),
+            formulas=[Variant(fused(ByRows()))],
+        )
+        for backend in self._backends:
+            if backend.name not in self._failures:
+                failure = self._try(trial, Variant(original), Variant(fused(backend)), backend)
+                if failure:
+                    self._failures[backend.name] = failure
+
+    def _try(self, trial: Trial, original: Variant, candidate: Variant, backend: WatchedBackend) -> str:
+        found = trial.numbers(original, candidate)
+        if found.spread is not None and found.spread.num_orders:
+            trial.alike = self._spreads[self._num_attentions] = found.spread
+        self._measured[backend.name].append(found.measured())
+        if found.failure:
+            return found.failure
+        if backend.lacking and len(self._backends) > 1:
+            return backend.lacking[-1]
+        if not self._by_clock:
+            return ""
+        found = trial.time(original, candidate)
+        if found.failure:
+            return found.failure
+        assert found.original_ms is not None
+        assert found.candidate_ms is not None
+        before, after = self._ms.get(backend.name, (0.0, 0.0))
+        self._ms[backend.name] = before + found.original_ms, after + found.candidate_ms
+        self._measured[backend.name].append(found.measured())
+        return ""
+
+    def judgement(self, nothing_found: str | None) -> Judgement:
+        """What came out; ``nothing_found`` is what the site says of a call in which there was nothing to fuse."""
+        if nothing_found is not None and not self._failures:
+            return Judgement(ORIGINAL, nothing_found)
+        if not self._num_attentions:
+            return Judgement(ORIGINAL, "its forward ran no attention that can be fused")
+        agreeing = [backend.name for backend in self._backends if backend.name not in self._failures]
+        if not agreeing:
+            is_one = len(self._backends) == 1
+            reasons = [reason if is_one else f"{name}: {reason}" for name, reason in self._failures.items()]
+            return Judgement(ORIGINAL, "; ".join(reasons), is_wrong=True, measured=self._figures(*self._failures))
+        if not self._by_clock:
+            return Judgement(agreeing[0], f"by {agreeing[0]}", measured=self._figures(agreeing[0]))
+        speeds = {name: self._ms[name][0] / self._ms[name][1] for name in agreeing}
+        best = max(agreeing, key=speeds.__getitem__)
+        before, after = self._ms[best]
+        measured = f"{speeds[best]:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
+        # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
+        if speeds[best] < 1:
+            return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=self._figures(best))
+        return Judgement(best, f"by {best}, {measured}", measured=self._figures(best))
+
+    def _figures(self, *backends: str) -> Measured:
+        return together(one for name in backends for one in self._measured[name])

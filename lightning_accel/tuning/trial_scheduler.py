@@ -1,0 +1,366 @@
+"""What live trials ask, in which order: which arms a run has is decided by comparisons, one after the other.
+
+First the whole plan against the plain run. Then every arm, the one with the most to gain first: the run with it against
+the run without it; last those that have to be set up. What has won stays; what has not goes, though it may cost
+nothing. Then the audit: what is left against the plain run again; where it is not faster for sure, arms are taken back
+one by one, and all in the end. While the run lives, a pair of turns every so often, and a new audit where the time of a
+step has drifted, keep the promise that it is never slower than plain.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from lightning_accel.core.purse import Purse
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.tuning.comparison import Choices, Comparison, Result
+from lightning_accel.tuning.pairs import PairTest
+from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.warmup_costs import LEAST_LATEST, Setups
+
+ALPHA = 0.01
+"""Of 100 runs in which nothing is faster than plain, at most one ends with a winner, over all its arms together."""
+
+MIN_TURNS = 60
+"""A run of fewer is over before it could be told what pays: it does what earlier runs or the rules say."""
+
+WATCH_EVERY = 100
+"""Turns from one look at a settled run to the next: a pair."""
+
+HEAD_START = 50
+"""Turns of a long run that begin with a proven plan, before it is audited, where it is faster at a first look."""
+
+DRIFT = 1.2
+"""A settled step that has become so many times as long is a reason for a new audit."""
+
+WHOLE, AUDIT = "whole plan", "audit"
+LATEST = 16  # turns, whose median tells of drift
+_ENDLESS = 1e9  # turns
+_MAX_PAIRS = 200  # of one comparison, in the longest of runs
+_MIN_PAIRS = 14  # that can prove anything, a bad pair among them
+_WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
+_PROMISING_SHARE = 0.5  # the same while it is about to be won
+_CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # whatever it may gain
+_LEAST_ALLOWANCE = 0.3  # turns
+_LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
+
+
+def allowance(turns: float) -> float:
+    """What slower arms may cost in a run, in turns: 5% of 100 of them, 2% of 1,000 or more."""
+    return 0.05 * turns if turns <= 100 else max(0.02 * turns, 5 + (turns - 100) / 60)
+
+
+Course = Generator[Comparison | None, Result | None, None]
+
+
+class Questions:
+    """What is asked about the arms of a run; whoever carries it out keeps the books of its turns.
+
+    Args:
+        arms: What can be switched.
+        turns: How many turns the run has, at least about; infinite where it does not end by itself.
+        say: Told of what is decided, in a line each.
+        gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
+        known: What holds by earlier trials.
+        purse: What the run may pay; None: what its length allows.
+
+    Attributes:
+        tuning: What they have come to.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        turns: float,
+        *,
+        say: Callable[[str], None],
+        gather: Callable[[Any], list[Any]] | None,
+        known: Tuning | None,
+        purse: Purse | None = None,
+    ) -> None:
+        whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
+        self.tuning = known or Tuning(whole)
+        self._is_own = known is not None and not known.is_earlier  # settled by this run, before it began again
+        self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
+        self._setups = Setups(arms, self.tuning, gather)
+        self._left, self._own_allowance, self._purse = turns, allowance(turns), purse
+        self._drop_what_pays_later(turns)
+        self._say = say
+        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._settled_s: float | None = None
+
+    def _drop_what_pays_later(self, turns: float) -> None:
+        """Leaves out of an earlier run's plan what this one would be over before."""
+        tuning = self.tuning
+        for name in list(tuning.choices):
+            pays_after = tuning.pays_after(name)
+            if pays_after is None or pays_after <= turns:
+                continue
+            del tuning.choices[name]
+            self._setups.decline(name, f"not here: it pays after {pays_after:,} steps")
+            # The whole plan of the first question is without such arms.
+            whole = tuning.results.get(WHOLE)
+            tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
+
+    @property
+    def _allowance(self) -> float:
+        """What slower arms may still cost this run, in turns."""
+        if self._purse is None or self._purse.turn_s is None:
+            return self._own_allowance
+        return self._purse.left_s / self._purse.turn_s
+
+    def _waits_for_money(self) -> bool:
+        """Whether the run cannot afford a question yet, and will be able to."""
+        if self._purse is None or self._purse.turn_s is None or self._allowance >= 1:
+            return False
+        return self._purse.to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
+
+    def _spend(self, turns: float) -> None:
+        """Books what turns have taken more than plain ones; less than nothing was won, and may be spent again."""
+        self._own_allowance -= turns
+        if self._purse is None or self._purse.turn_s is None:
+            return
+        if turns > 0:
+            self._purse.pay("slower ways on trial", turns * self._purse.turn_s)
+        else:
+            self._purse.earn(-turns * self._purse.turn_s)
+
+    def _all_questions(self, is_trusted: bool) -> Course:
+        """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
+        tuning = self.tuning
+        least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
+        if self._arms and self._left >= least_turns and not is_trusted:
+            yield from self._settled_by(self._later_questions() if tuning.is_settled else self._first_questions())
+        elif not (tuning.is_settled or is_trusted):
+            is_asked = self._purse is None  # else what no steps can prove is not to stay
+            self._hold({n: choice for n, choice in tuning.choices.items() if is_asked and not self._arms[n].starts_off})
+        while True:
+            yield from self._watch()
+
+    def _settled_by(self, questions: Course) -> Course:
+        self.tuning.is_settled = False
+        self.tuning.of_turns = max(self.tuning.of_turns, min(self._left, _ENDLESS))
+        yield from questions
+        self.tuning.is_settled = True
+        self._say(self.tuning.line())
+
+    def _first_questions(self) -> Course:
+        tuning, everything = self.tuning, dict(self.tuning.choices)
+        alpha = ALPHA / 2
+        if everything:
+            whole = yield from self._ask(WHOLE, {}, everything, alpha)
+            self._hold(everything if whole.is_won else {}, whole)
+        has_won = tuning.is_proven
+        if not everything or len(self._arms) > 1 or any(len(arm.choices) > 1 for arm in self._arms.values()):
+            asked = [(arm, choice) for arm in self._arms.values() for choice in arm.choices]
+            for arm, choice in asked:
+                yield from self._ask_arm(arm, choice, alpha / len(asked))
+        if has_won and tuning.choices == everything:
+            return
+        has_failed = any(result.verdict in _CANNOT_STAY for result in tuning.results.values())
+        yield from self._audit(everything if has_won and not has_failed else None)
+
+    def _later_questions(self) -> Course:
+        """After what an earlier run has settled, in a while, its audit; then what could not be asked before."""
+        held, is_own = self.tuning.choices, self._is_own
+        proven = held if self.tuning.is_proven else None
+        if proven is not None and not is_own and self._left >= HEAD_START + 2 * self._least_turns({}, held):
+            first_look = PairTest(ALPHA)
+            yield self._comparing("plain", {}, held, first_look, 2, 2)
+            for _ in range(HEAD_START if first_look.is_mostly_faster else 0):
+                yield None
+        if not is_own:
+            yield from self._audit(proven)
+        unasked, before = [*self._new_arms(), *self._setups.unasked()], dict(self.tuning.choices)
+        asked = [(arm, choice) for arm in unasked for choice in arm.choices]
+        for arm, choice in asked:
+            yield from self._ask_arm(arm, choice, ALPHA / 4 / len(asked))
+        if self.tuning.choices != before and not is_own:
+            yield from self._audit(before if self.tuning.is_proven else None)
+
+    def _new_arms(self) -> list[Arm]:
+        """Those that the earlier run did not have: it could not pay for their trials, say."""
+        results = self.tuning.results
+        known = {*self.tuning.choices, *(results[WHOLE].candidate if WHOLE in results else ())}
+        known |= {name.removeprefix("without ").partition("=")[0] for name in results}
+        return [arm for name, arm in self._arms.items() if name not in known and arm.setup is None]
+
+    def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
+        """The run with an arm against the run without it, or a choice of it against the one that holds."""
+        held = dict(self.tuning.choices)
+        without = {name: kept for name, kept in held.items() if name != arm.name}
+        with_it = {**without, arm.name: choice}
+        is_first = choice == arm.choices[0]
+        original = without if is_first else held
+        while (arm.setup is not None and len(self._latest) < LEAST_LATEST) or self._waits_for_money():
+            yield None
+        if arm.name in self._setups.lost or not arm.has(choice):
+            return
+        if original == with_it or not self._is_worth_asking(arm, original, with_it):
+            return
+        if is_first and arm.saves_memory and arm.name in held:
+            result = yield from self._ask(f"without {arm.name}", held, without, alpha)
+            if result.is_won:
+                self._hold(without)
+            return
+        result = yield from self._ask(_question(arm, choice), original, with_it, alpha)
+        self._hold(with_it if result.is_won else original)
+
+    def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
+        # An audit may follow, which takes as long at least.
+        least = 0.0 if self._purse is None else 1.0  # turns, which a question may cost before its answer is known
+        if self._allowance <= least or self._left < 2 * self._least_turns(original, candidate):
+            return False
+        if not self._setups.is_affordable(arm, self._allowance, self._latest):
+            return False
+        if arm.gain_ms is None or not self._latest:
+            return True
+        return arm.gain_ms / 1e3 >= _LEAST_GAIN * statistics.median(self._latest)
+
+    def _audit(self, proven: Choices | None = None) -> Course:
+        """What holds against the plain run; where it has not won, without its least arm, until nothing is left.
+
+        Args:
+            proven: The plan that ``tuning.whole`` has shown to be faster. While it is not refuted, it holds where
+                nothing else can be shown to be.
+        """
+        while held := dict(self.tuning.choices):
+            if proven is not None and held != proven and self._left < self._least_turns({}, held):
+                break
+            result = yield from self._ask(AUDIT, {}, held, ALPHA / 4)
+            if result.is_won:
+                self._hold(held, result)
+                return
+            if proven is not None:
+                if held != proven or result.verdict == "cannot tell":
+                    break
+                proven = None
+            least = min(held, key=self._gain_of)
+            self._say(f"{least} is taken back: with it the run was not faster than plain for sure ({result.interval})")
+            del held[least]
+            self._hold(held, result)
+        if proven is not None:
+            self._hold(proven)
+
+    def _gain_of(self, name: str) -> float:
+        """How many times as fast an arm has made the run: a choice of it was compared with the one that held before."""
+        arm, held = self._arms[name], self.tuning.choices[name]
+        results = {choice: self.tuning.results.get(_question(arm, choice)) for choice in arm.choices}
+        asked = {choice: result for choice, result in results.items() if result is not None}
+        return math.prod(r.interval.ratio for choice, r in asked.items() if r.is_won or choice == held)
+
+    def _watch(self) -> Course:
+        """A settled run: nothing for a while, then a pair, or an audit where a step takes longer than it did."""
+        self._latest.clear()
+        self._settled_s = None
+        test = PairTest(ALPHA)
+        while len(test) < _MAX_PAIRS:
+            has_drifted = False
+            for turn in range(WATCH_EVERY):
+                yield None
+                if turn % LATEST == 0 and (has_drifted := self._has_drifted()):
+                    break
+            held = self.tuning.choices
+            if not held or self._left < self._least_turns({}, held):  # no audit could end any more
+                continue
+            if has_drifted:
+                self._say("a step takes longer than it did: what holds is tried against the plain run again")
+                break
+            one_more = len(test) + 1
+            result = yield self._comparing("plain", held, {}, test, one_more, one_more)
+            assert result is not None
+            if result.is_won:
+                self._say("the plain run has become faster than what holds, which is tried against it again")
+                break
+        else:
+            return
+        yield from self._settled_by(self._audit())
+
+    def _note_settled(self, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        self._spend(1 / self._sure_gain - 1)
+        self._latest.append(seconds)
+        if self._settled_s is None and len(self._latest) == LATEST:
+            self._settled_s = statistics.median(self._latest)
+
+    def _has_drifted(self) -> bool:
+        return self._settled_s is not None and statistics.median(self._latest) > DRIFT * self._settled_s
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _ask(self, name: str, original: Choices, candidate: Choices, alpha: float) -> Generator[Any, Any, Result]:
+        share = _WHOLE_SHARE if name in (WHOLE, AUDIT) else _ARM_SHARE
+        pairs, most = (
+            int(min(_MAX_PAIRS, max(_MIN_PAIRS, part * self._left / self._turns_a_pair(original, candidate))))
+            for part in (share, _PROMISING_SHARE)
+        )
+        test = PairTest(alpha)
+        result: Result = yield self._comparing(name, original, candidate, test, pairs, most)
+        while result.verdict == "too dear to try on" and result.interval.ratio > 1 and self._waits_for_money():
+            held = self.tuning.choices
+            self._hold(original)
+            while self._waits_for_money():
+                yield None
+            self._hold(held)
+            result = yield self._comparing(name, original, candidate, test, pairs, most)
+        self.tuning.results[name] = result
+        return result
+
+    def _comparing(
+        self, name: str, original: Choices, candidate: Choices, test: PairTest, max_pairs: int, most_pairs: int
+    ) -> Comparison:
+        return Comparison(
+            name,
+            original,
+            candidate,
+            settle=self._settle(original, candidate),
+            test=test,
+            max_pairs=max_pairs,
+            most_pairs=most_pairs,
+            # Half of it, as an audit may follow; but some of a turn, or a single hiccup would decide.
+            allowance=max(_LEAST_ALLOWANCE if self._purse is not None else 0.0, self._allowance / 2),
+            original_gain=self._gain() if original else 1.0,
+            has_setup=self._setups.pending_in(candidate),
+        )
+
+    def _settle(self, original: Choices, candidate: Choices) -> int:
+        differing = [arm for one, arm in self._arms.items() if original.get(one) != candidate.get(one)]
+        sides = (original, candidate)
+        steps = [arm.settle_of.get(side.get(arm.name, OFF), arm.settle) for arm in differing for side in sides]
+        return max(steps, default=0)
+
+    def _least_turns(self, original: Choices, candidate: Choices) -> float:
+        return _MIN_PAIRS * self._turns_a_pair(original, candidate)
+
+    def _turns_a_pair(self, original: Choices, candidate: Choices) -> float:
+        settle = self._settle(original, candidate)
+        return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
+
+    def _gain(self) -> float:
+        """How many times as fast as a plain run what holds is, as far as known."""
+        whole = self.tuning.whole
+        return max(1.0, whole.interval.ratio) if whole is not None and self.tuning.choices else 1.0
+
+    @property
+    def _sure_gain(self) -> float:
+        """The same, at least."""
+        return max(1.0, self.tuning.whole.interval.low) if self.tuning.whole and self.tuning.is_proven else 1.0
+
+    def _hold(self, choices: Choices, whole: Result | None = None) -> None:
+        self.tuning.choices = {name: choice for name, choice in choices.items() if name not in self._setups.lost}
+        if whole is not None:
+            self.tuning.whole, self.tuning.is_earlier = whole, False
+
+
+def _question(arm: Arm, choice: str) -> str:
+    return arm.name if choice == arm.choices[0] else f"{arm.name}={choice}"
+
+
+def _order(arm: Arm) -> tuple[bool, bool, float]:
+    """What has to be set up comes last, where it is known what a step takes; else the most to gain comes first."""
+    return arm.setup is not None, arm.asked_alone, -math.inf if arm.gain_ms is None else -arm.gain_ms

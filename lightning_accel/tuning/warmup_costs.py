@@ -1,0 +1,105 @@
+"""Arms that need something once before they can be had: whether this run can afford it, and what it has cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.tuning.comparison import Choices, Result
+from lightning_accel.tuning.tuning_result import Tuning
+
+LEAST_LATEST = 3  # turns by whose time seconds are told from turns
+
+
+class Setups:
+    """The setups of one run's arms: :class:`~lightning_accel.techniques.arms.Setup`.
+
+    Args:
+        arms: All of the run.
+        tuning: Where costs and gains are noted.
+        gather: As live trials have it.
+    """
+
+    def __init__(self, arms: Iterable[Arm], tuning: Tuning, gather: Callable[[Any], list[Any]] | None) -> None:
+        self._arms = {arm.name: arm for arm in arms if arm.setup is not None}
+        self._tuning, self._gather = tuning, gather
+        self._begun: set[str] = set()
+        self._under_way: list[str] = []
+        self.lost: set[str] = set()  # of which nothing came
+        self.may_take_s = math.inf  # of the next one; what an earlier run has proven is not measured by a budget
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether the turn that begins does more than it will later, so that it must not be counted."""
+        return bool(self._under_way)
+
+    def unasked(self) -> list[Arm]:
+        """Those of which no comparison has shown anything yet."""
+        return [arm for name, arm in self._arms.items() if name not in self._tuning.results]
+
+    def pending_in(self, choices: Choices) -> bool:
+        """Whether running so begins with a setup."""
+        return any(name in self._arms and name not in self._begun for name in choices)
+
+    def is_affordable(self, arm: Arm, allowance: float, latest: Sequence[float]) -> bool:
+        """Whether the run may lose as much as the arm's setup will take.
+
+        Args:
+            arm: With a setup, or without.
+            allowance: What the run may still lose, in turns.
+            latest: What the latest turns took, in seconds.
+        """
+        if arm.setup is None or arm.name in self._begun:
+            return True
+        expected_s = self._tuning.setup_s.get(arm.name) or max(self._of_all_ranks(arm.setup.expected_s()))
+        self.may_take_s = allowance * statistics.median(latest)
+        if expected_s <= self.may_take_s:
+            return True
+        arm.setup.decline(
+            f"not tried: it would take about {expected_s:.0f} s, and trials may cost this run {self.may_take_s:.1f} s"
+        )
+        return False
+
+    def decline(self, name: str, reason: str) -> None:
+        """Tells an arm that it is not to be had in this run."""
+        setup = self._arms[name].setup if name in self._arms else None
+        if setup is not None:
+            setup.decline(reason)
+
+    def begin(self, arm: Arm, choice: str) -> None:
+        """Called before an arm is chosen: begins its setup where it has one, and it is the first time."""
+        if choice != OFF and arm.name in self._arms and arm.name not in self._begun:
+            assert arm.setup is not None
+            self._begun.add(arm.name)
+            self._under_way.append(arm.name)
+            arm.setup.begin(self.may_take_s)
+            self.may_take_s = math.inf
+
+    def end(self) -> float:
+        """Called between two steps: what those under way have taken, in seconds, on the slowest of the ranks."""
+        total = 0.0
+        for name in self._under_way:
+            setup = self._arms[name].setup
+            assert setup is not None
+            taken = setup.end()
+            seconds = max(self._of_all_ranks(taken or 0.0))
+            self._tuning.setup_s[name] = seconds
+            total += seconds
+            if taken is None:
+                self.lost.add(name)
+        self._under_way.clear()
+        return total
+
+    def note_gain(self, result: Result, gain_s: float) -> None:
+        """Notes what a turn with the arm of that name gains, in seconds; another choice of it adds to the first."""
+        name, _, choice = result.name.partition("=")
+        if name in self._arms and result.is_won:
+            first = self._tuning.results.get(name)
+            held = self._tuning.gain_s.get(name, 0.0) if choice and first is not None and first.is_won else 0.0
+            self._tuning.gain_s[name] = held + gain_s
+
+    def _of_all_ranks(self, seconds: float) -> list[float]:
+        return [seconds] if self._gather is None else self._gather(seconds)

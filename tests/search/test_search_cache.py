@@ -1,0 +1,80 @@
+"""What a search has found out, for a second one to go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_accel.search.job import Job
+from lightning_accel.search.judging import Facts, Objective
+from lightning_accel.search.search_cache import Answers, answers_for
+from lightning_accel.search.setup import Setup
+from lightning_accel.tuning import tuning_cache
+from lightning_accel.tuning.comparison import Result
+from lightning_accel.tuning.pairs import Interval
+from support.search_runs import Broken, Sleeper, loader, trainer
+
+FACTS = Facts(1.0, 0.01, 0.0, 1 << 30, 1 << 29, 8, 4)
+WON = Result("batch_size=16", "faster", Interval(1.5, 1.2, 1.9), 40)
+LARGER = Setup(batch_size=16, plan={"compile": "on"})
+
+
+def test_what_was_answered_is_there_for_a_second_search() -> None:
+    answers = Answers(Path("found") / "one.json")
+    answers.facts[LARGER.key] = FACTS
+    answers.add(Setup(), LARGER, WON)
+    again = Answers(Path("found") / "one.json")
+    assert again.result(Setup(), LARGER) == WON
+    assert again.facts == {LARGER.key: FACTS}
+    assert again.result(LARGER, Setup()) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", '{"seconds": 9, "facts": {"a": {}}}'])
+def test_a_damaged_file_is_left_and_said(content: str) -> None:
+    Path("one.json").write_text(content)
+    answers = Answers(Path("one.json"))
+    assert answers.result(Setup(), LARGER) is None
+    assert answers.facts == {}
+    assert "one.json is damaged" in answers.complaint
+
+
+def test_another_model_batch_machine_or_aim_is_another_search() -> None:
+    def stored(
+        batch_size: int = 8,
+        host: str = "a CPU",
+        objective: Objective = "speed",
+        limit: int | None = None,
+        model: type[Sleeper] = Sleeper,
+        **options: Any,
+    ) -> int:
+        job = Job.of(model(), loader(batch_size), trainer(**options))
+        answers_for(job, host, objective, limit, 60.0).add(Setup(), LARGER, WON)
+        return len(list(tuning_cache.searches().glob("*.json")))
+
+    assert stored() == 1
+    assert stored() == 1
+    assert stored(batch_size=4) == 2
+    assert stored(host="another CPU") == 3
+    assert stored(objective="memory") == 4
+    assert stored(limit=1 << 30) == 5
+    assert stored(max_epochs=1) == 6  # in which a compiler has to win back its time
+    assert stored(model=Broken) == 7
+    assert tuning_cache.clear() == 7
+
+
+def test_what_could_not_be_told_is_asked_again_by_a_longer_search() -> None:
+    unsure = Result("batch_size=16", "cannot tell", Interval(1.1, 0.9, 1.3), 40)
+    Answers(Path("one.json"), seconds=60).add(Setup(), LARGER, unsure)
+    assert Answers(Path("one.json"), seconds=30).result(Setup(), LARGER) == unsure
+    assert Answers(Path("one.json"), seconds=600).result(Setup(), LARGER) is None
+
+
+def test_answers_of_another_run_can_be_forgotten() -> None:
+    answers = Answers()
+    answers.facts[LARGER.key] = FACTS
+    answers.add(Setup(), LARGER, WON)
+    answers.forget()
+    assert answers.result(Setup(), LARGER) is None
+    assert not answers.facts

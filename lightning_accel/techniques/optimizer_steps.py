@@ -48,7 +48,7 @@ class OptimizerPlan:
 def step_together(
     site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", notes: Notes | None = None
 ) -> list[StepsTogether | Refusal]:
-    """The patch by which an optimizer steps by another implementation; each group that it leaves out, with the reason."""
+    """The patch by which an optimizer steps by another implementation; the groups left out, with the reason."""
     kind = stepping.kind_of(optimizer)
     if isinstance(kind, str):
         return [Refusal(site, kind)]

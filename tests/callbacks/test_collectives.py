@@ -1,4 +1,4 @@
-"""Who is told that a rank waits for others. That real ones are is in tests/evidence/test_parts.py."""
+"""Who is told that a rank waits for others. That real ones are is in tests/evidence/test_phase_names.py."""
 
 from __future__ import annotations
 

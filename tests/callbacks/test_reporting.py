@@ -19,8 +19,8 @@ from lightning_accel import AccelPlugin, Plan
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.callbacks.gpu_stats import GpuStats, told_by_cards
 from lightning_accel.core.report import AccelWarning
-from lightning_accel.evidence import page as pages
 from lightning_accel.evidence import peaks
+from lightning_accel.evidence import report_model as pages
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.report_model import page_of
 from lightning_accel.memory.oom_report import StepMemoryError

@@ -21,7 +21,7 @@ from lightning_accel.data import (
     Preprocess,
     RandomHorizontalFlip,
     RandomResizedCrop,
-    parts,
+    batch_paths,
 )
 
 pytestmark = pytest.mark.numbers
@@ -48,7 +48,7 @@ class SlottedSample:
     label: Any
 
 
-CONTAINERS: list[tuple[Any, parts.Path]] = [
+CONTAINERS: list[tuple[Any, batch_paths.Path]] = [
     (IMAGE, ()),
     ((IMAGE, LABEL), (0,)),
     ([LABEL, IMAGE], (1,)),
@@ -65,25 +65,25 @@ CONTAINERS: list[tuple[Any, parts.Path]] = [
 
 
 @pytest.mark.parametrize(("batch", "path"), CONTAINERS, ids=lambda value: type(value).__name__)
-def test_the_one_image_is_found_in_any_container(batch: Any, path: parts.Path) -> None:
-    assert parts.find_image(batch, "Test") == path
-    assert parts.get(batch, path) is IMAGE
+def test_the_one_image_is_found_in_any_container(batch: Any, path: batch_paths.Path) -> None:
+    assert batch_paths.find_image(batch, "Test") == path
+    assert batch_paths.get(batch, path) is IMAGE
 
 
 @pytest.mark.parametrize(("batch", "path"), CONTAINERS, ids=lambda value: type(value).__name__)
-def test_a_part_is_put_into_a_copy_of_the_containers_on_its_way(batch: Any, path: parts.Path) -> None:
+def test_a_part_is_put_into_a_copy_of_the_containers_on_its_way(batch: Any, path: batch_paths.Path) -> None:
     other = torch.ones(1)
-    changed = parts.put(batch, path, other)
+    changed = batch_paths.put(batch, path, other)
     assert type(changed) is (type(batch) if path else torch.Tensor)
-    assert parts.get(changed, path) is other
-    assert parts.get(batch, path) is IMAGE
-    rest = [(place, part) for place, part in parts.parts_of(batch) if place != path]
-    assert [place for place, _ in parts.parts_of(changed)] == [place for place, _ in parts.parts_of(batch)]
-    assert all(parts.get(changed, place) is part for place, part in rest)
+    assert batch_paths.get(changed, path) is other
+    assert batch_paths.get(batch, path) is IMAGE
+    rest = [(place, part) for place, part in batch_paths.parts_of(batch) if place != path]
+    assert [place for place, _ in batch_paths.parts_of(changed)] == [place for place, _ in batch_paths.parts_of(batch)]
+    assert all(batch_paths.get(changed, place) is part for place, part in rest)
 
 
 def test_a_mapping_that_cannot_be_written_to_gives_one_that_holds_the_part() -> None:
-    changed = parts.put(MappingProxyType({"x": IMAGE, "y": LABEL}), ("x",), LABEL)
+    changed = batch_paths.put(MappingProxyType({"x": IMAGE, "y": LABEL}), ("x",), LABEL)
     assert changed["x"] is LABEL
     assert changed["y"] is LABEL
 
@@ -150,24 +150,24 @@ def test_a_batch_of_any_structure_comes_back_as_one_of_tensors_and_is_itself_unc
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_an_image_has_four_dimensions_of_uint8_or_floating_point(dtype: torch.dtype) -> None:
     batch = (LABEL, torch.rand(4, 3), torch.zeros(4, 1, 8, 8).long(), IMAGE.to(dtype))
-    assert parts.find_image(batch, "Test") == (3,)
+    assert batch_paths.find_image(batch, "Test") == (3,)
 
 
 def test_an_array_of_the_user_s_own_can_be_the_image() -> None:
-    assert parts.find_image({"x": np.zeros((2, 3, 4, 4), np.uint8)}, "Test") == ("x",)
+    assert batch_paths.find_image({"x": np.zeros((2, 3, 4, 4), np.uint8)}, "Test") == ("x",)
 
 
 @pytest.mark.parametrize("batch", [(IMAGE, IMAGE.float()), (torch.rand(4, 3), LABEL), None, {}, "text", [1, 2]])
 def test_where_no_image_is_evident_the_error_says_what_the_batch_holds(batch: Any) -> None:
     with pytest.raises(ValueError, match=r"^Crop: which part of the batch is the image is not evident") as caught:
-        parts.find_image(batch, "Crop")
-    assert parts.described(batch) in str(caught.value)
+        batch_paths.find_image(batch, "Crop")
+    assert batch_paths.described(batch) in str(caught.value)
     assert "Name it with key=" in str(caught.value)
 
 
 def test_a_batch_is_described_by_place_dtype_and_shape() -> None:
     batch = {"image": IMAGE, "more": (LABEL, "text", None, np.zeros(3, np.float32))}
-    assert parts.described(batch) == (
+    assert batch_paths.described(batch) == (
         "['image']: uint8 (4, 3, 8, 8), ['more'][0]: int64 (4,), ['more'][1]: str, ['more'][2]: NoneType,"
         " ['more'][3]: float32 (3,)"
     )
@@ -182,13 +182,13 @@ def test_a_batch_is_described_by_place_dtype_and_shape() -> None:
         ((IMAGE, torch.rand(4, 10)), (1,)),
     ],
 )
-def test_the_features_are_the_image_of_floating_point_or_the_one_part_of_it(batch: Any, path: parts.Path) -> None:
-    assert parts.find_features(batch, "Test") == path
+def test_the_features_are_the_image_of_floating_point_or_the_one_part_of_it(batch: Any, path: batch_paths.Path) -> None:
+    assert batch_paths.find_features(batch, "Test") == path
 
 
 def test_two_parts_of_features_are_not_evident() -> None:
     with pytest.raises(ValueError, match=r"2 parts could be it among \[0\]: float32 \(4, 5\), \[1\]: float32"):
-        parts.find_features((torch.rand(4, 5), torch.rand(4, 6)), "Whiten")
+        batch_paths.find_features((torch.rand(4, 5), torch.rand(4, 6)), "Whiten")
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_two_parts_of_features_are_not_evident() -> None:
     ],
 )
 def test_the_label_is_an_integer_or_a_row_of_probabilities_per_sample(rest: Any, num_classes: Any, place: int) -> None:
-    assert parts.find_label((IMAGE, *rest), "MixUp", (0,), num_classes) == (place,)
+    assert batch_paths.find_label((IMAGE, *rest), "MixUp", (0,), num_classes) == (place,)
 
 
 @pytest.mark.parametrize("rest", [(), (LABEL, LABEL + 1), (torch.rand(4),), (torch.rand(4, 3), torch.rand(4, 5))])
 def test_where_no_label_is_evident_the_error_names_the_setting_that_tells(rest: Any) -> None:
     with pytest.raises(ValueError, match=r"MixUp: which part of the batch is the label is not evident.*label_key="):
-        parts.find_label((IMAGE, *rest), "MixUp", (0,), None)
+        batch_paths.find_label((IMAGE, *rest), "MixUp", (0,), None)
 
 
 # -- what is named -----------------------------------------------------------------------------------------------------
@@ -226,16 +226,16 @@ def test_where_no_label_is_evident_the_error_names_the_setting_that_tells(rest: 
         (IMAGE, (), ()),
     ],
 )
-def test_a_key_an_index_or_a_path_names_a_part(batch: Any, key: Any, path: parts.Path) -> None:
-    assert parts.named(batch, key, "Test") == path
-    assert parts.get(batch, path) is IMAGE
+def test_a_key_an_index_or_a_path_names_a_part(batch: Any, key: Any, path: batch_paths.Path) -> None:
+    assert batch_paths.named(batch, key, "Test") == path
+    assert batch_paths.get(batch, path) is IMAGE
 
 
 def test_a_misspelt_key_is_answered_with_the_nearest() -> None:
     with pytest.raises(
         ValueError, match=r"Crop: the batch has no \['imgae'\]; did you mean 'image'\? It has \['image'\]"
     ):
-        parts.named({"image": IMAGE, "label": LABEL}, "imgae", "Crop")
+        batch_paths.named({"image": IMAGE, "label": LABEL}, "imgae", "Crop")
 
 
 @pytest.mark.parametrize(
@@ -252,15 +252,15 @@ def test_a_misspelt_key_is_answered_with_the_nearest() -> None:
 )
 def test_a_key_that_the_batch_does_not_have_is_answered_with_what_it_has(batch: Any, key: Any) -> None:
     with pytest.raises(ValueError, match=r"Crop: the batch has no \[.*It has ") as caught:
-        parts.named(batch, key, "Crop")
-    assert parts.described(batch) in str(caught.value)
+        batch_paths.named(batch, key, "Crop")
+    assert batch_paths.described(batch) in str(caught.value)
 
 
 def test_a_key_of_something_that_is_no_tensor_is_refused_with_its_type() -> None:
     with pytest.raises(TypeError, match=r"Crop: \['names'\] of the batch is of type list, not a tensor"):
-        parts.named({"names": NAMES}, "names", "Crop")
+        batch_paths.named({"names": NAMES}, "names", "Crop")
 
 
 def test_an_index_into_a_batch_that_is_one_tensor_does_not_name_its_first_sample() -> None:
     with pytest.raises(ValueError, match=r"Crop: the batch has no \[0\]"):
-        parts.named(IMAGE, 0, "Crop")
+        batch_paths.named(IMAGE, 0, "Crop")

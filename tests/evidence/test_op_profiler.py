@@ -189,8 +189,8 @@ def test_a_copy_that_mends_strides_is_told_with_both_lines() -> None:
     training.batch = torch.randn(4 * ROWS, DIM)
     copy, *others = training.taken_apart().copies
     assert copy.made_by.startswith("t at ")
-    assert "test_taking_apart.py" in copy.made_by
-    assert "test_taking_apart.py" in copy.line
+    assert "test_op_profiler.py" in copy.made_by
+    assert "test_op_profiler.py" in copy.line
     assert copy.moved_bytes == 4 * 4 * ROWS * DIM
     assert (copy.count, [other for other in others if other.line]) == (1, [])
 

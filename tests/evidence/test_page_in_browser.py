@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence.test_page import huge
 
 from evidence.test_render import everything
+from evidence.test_report_model import huge
 from lightning_accel.evidence.render import write
 from lightning_accel.evidence.report_model import Page, page_of
 from support.browser import a_browser

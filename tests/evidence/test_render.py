@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence.test_page import huge, tuned_record
 from pydantic import TypeAdapter
 from typing_extensions import override
 
+from evidence.test_report_model import huge, tuned_record
 from lightning_accel.evidence.figures import MEND
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.render import FORMS, form_of, to_html, to_json, to_markdown, write

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_accel.memory import words as words_module
+from lightning_accel.memory import bitpacking as words_module
 from lightning_accel.memory.packing import (
     PACKABLE,
     Layout,

@@ -53,13 +53,27 @@ class CollectivesPatch(Patch):
     DistributedDataParallel does in C++, and functional collectives, as sharded tensors call them, go by unseen, and so
     do process groups that are written in Python.
 
-    Listeners may come and go while the edit is there.
+    A process has one of it, :data:`SHARED`: listeners may end in another order than they began, and one edit upon
+    another's would be left behind.
     """
 
-    def __init__(self, listeners: Sequence[Listener]) -> None:
+    def __init__(self) -> None:
         super().__init__("torch.distributed", "told of communication")
-        self._listeners, self._patches = listeners, PatchSet()
+        self._listeners: list[Listener] = []
+        self._patches = PatchSet()
         self._thread = 0
+
+    def tell(self, listener: Listener) -> None:
+        """Tells a listener from now on."""
+        self._listeners.append(listener)
+        self.apply()
+
+    def forget(self, listener: Listener) -> None:
+        """Tells a listener no more."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        if not self._listeners:
+            self.undo()
 
     @override
     def _apply(self) -> None:
@@ -92,6 +106,10 @@ class CollectivesPatch(Patch):
                 return original(*args, **kwargs)
 
         return call
+
+
+SHARED = CollectivesPatch()
+"""The edit of this process. It is made while there are listeners."""
 
 
 def _is_capturing() -> bool:

@@ -2,81 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.lightning.packages import LightningModule, Trainer
+from lightning_accel.step.pipeline import Call, Layer
 
 
-def beside(
-    trainer: Trainer, module: LightningModule, callback: SpeedMemoryLogger, is_aside: Callable[[], bool]
-) -> Iterator[Patch]:
-    """The edits that have a callback's hooks called in a fit, nearer to the step than the user's callbacks are.
+class DetachedCallback(Layer):
+    """Calls the hooks of a callback in a fit, nearer to the step than the user's callbacks are.
 
-    What they do once a step or an epoch has ended comes after it. The end of the fit and a checkpoint that is being
-    saved are told by whoever makes these edits.
+    What the hooks do once a step or an epoch has ended comes after it. Whoever applies this layer calls the hooks for
+    the end of the fit and for a checkpoint that is being saved.
 
     Args:
-        trainer: Its loops and its strategy are edited.
-        module: In its fit.
-        callback: Is told.
-        is_aside: Whether it is not to be told now: a search puts all callbacks aside while it runs the loop.
+        trainer: The Trainer, whose loops and strategy call the hooks.
+        module: The module in its fit.
+        callback: The callback.
+        is_aside: Returns whether the callback is to be left out now: a search puts all callbacks aside while it runs
+            the loop.
     """
 
-    def tell(hook: str, *values: Any) -> None:
-        told = getattr(callback, hook)
-        if told is not None and not is_aside():
-            told(trainer, module, *values)
+    name = "logger"
 
-    def around_step(original: Callable[..., Any]) -> Callable[..., Any]:
-        # With as few calls as can be: it is this that a step costs with nothing to do.
-        def run(caller: Any, *args: Any) -> Any:
-            if caller is not optimization or is_aside():
-                return original(caller, *args)
-            if (rest := callback.rest).left:
-                outputs = original(caller, *args)
-                rest.left -= 1
-                if not rest.left:
-                    callback.rested(outputs)
-                return outputs
-            batch = next(iter(args[-1].values()), None)  # the first of what `training_step` is called with
-            begins = callback.on_train_batch_start
-            if begins is not None:
-                begins(trainer, module, batch, steps.batch_idx)
-            outputs = original(caller, *args)
-            callback.on_train_batch_end(trainer, module, outputs, batch, -1)
-            return outputs
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, callback: SpeedMemoryLogger, is_aside: Callable[[], bool]
+    ) -> None:
+        loop, strategy = trainer.fit_loop, trainer.strategy
+        self._steps = loop.epoch_loop
+        is_automatic = module.automatic_optimization
+        optimization = self._steps.automatic_optimization if is_automatic else self._steps.manual_optimization
+        # A single rank keeps nobody waiting.
+        of_strategy = [*_BEFORE, *(["pre_backward"] if trainer.world_size > 1 else [])]
+        super().__init__([(loop, (*_AFTER, *_AT_END)), (strategy, of_strategy), (optimization, ("run",))])
+        self._trainer, self._module, self._callback, self._is_aside = trainer, module, callback, is_aside
 
-        return run
-
-    loop, strategy = trainer.fit_loop, trainer.strategy
-    steps = loop.epoch_loop
-    optimization: Any = steps.automatic_optimization if module.automatic_optimization else steps.manual_optimization
-    yield _heard(loop, "on_run_start", after=lambda _: tell("on_train_start"))
-    yield _heard(loop, "on_advance_start", after=lambda _: tell("on_train_epoch_start"))
-    if trainer.world_size > 1:  # a single rank keeps nobody waiting
-        yield _heard(strategy, "pre_backward", before=partial(tell, "on_before_backward"))
-    yield MethodPatch(f"{type(optimization).__name__}.run", "is heard", optimization, "run", around_step)
-    for hook in ("on_validation_start", "on_validation_end", "on_exception"):
-        yield _heard(strategy, hook, before=partial(tell, hook))
-    yield _heard(loop, "on_advance_end", before=partial(tell, "on_train_epoch_end"))
-    yield _heard(loop, "on_run_end", before=partial(tell, "on_train_end"))
-
-
-def _heard(owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Any = None) -> Patch:
-    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
-            is_owner = caller is owner  # and no copy of it, which somebody made meanwhile
-            if is_owner and before is not None:
-                before(*args, *kwargs.values())
-            result = original(caller, *args, **kwargs)
-            if is_owner and after is not None:
-                after(result)
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == "run":
+            return self._around_step(call, *args)
+        if stage in _AFTER:
+            result = call(*args, **kwargs)
+            self._tell(_AFTER[stage])
             return result
+        if stage == "pre_backward":
+            self._tell("on_before_backward", *args, *kwargs.values())
+        else:
+            self._tell(_AT_END.get(stage, stage), *args, *kwargs.values())
+        return call(*args, **kwargs)
 
-        return method
+    def _around_step(self, call: Call, *args: Any) -> Any:
+        # With as few calls as can be: it is this that a step costs with nothing to do.
+        if self._is_aside():
+            return call(*args)
+        callback = self._callback
+        if (rest := callback.rest).left:
+            outputs = call(*args)
+            rest.left -= 1
+            if not rest.left:
+                callback.rested(outputs)
+            return outputs
+        batch = next(iter(args[-1].values()), None)  # the first of what `training_step` is called with
+        begins = callback.on_train_batch_start
+        if begins is not None:
+            begins(self._trainer, self._module, batch, self._steps.batch_idx)
+        outputs = call(*args)
+        callback.on_train_batch_end(self._trainer, self._module, outputs, batch, -1)
+        return outputs
 
-    return MethodPatch(f"{type(owner).__name__}.{name}", "is heard", owner, name, telling)
+    def _tell(self, hook: str, *values: Any) -> None:
+        told = getattr(self._callback, hook)
+        if told is not None and not self._is_aside():
+            told(self._trainer, self._module, *values)
+
+
+# Methods of Lightning's, and the hooks that are called after and before them.
+_AFTER = {"on_run_start": "on_train_start", "on_advance_start": "on_train_epoch_start"}
+_AT_END = {"on_advance_end": "on_train_epoch_end", "on_run_end": "on_train_end"}
+_BEFORE = ("on_validation_start", "on_validation_end", "on_exception")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_accel.callbacks._detached_callback import beside
+from lightning_accel.callbacks._detached_callback import DetachedCallback
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
-from lightning_accel.core.patch import PatchSet
 from lightning_accel.lightning.packages import LightningModule, Trainer
 from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.settings import Plan
@@ -24,8 +23,8 @@ class AddedLogger:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.logger = SpeedMemoryLogger()
         self._trainer, self._module = trainer, module
-        self._patches = PatchSet(beside(trainer, module, self.logger, Searches(trainer).are_running))
-        self._patches.apply()
+        self._layer = DetachedCallback(trainer, module, self.logger, Searches(trainer).are_running)
+        self._layer.apply()
 
     @classmethod
     def where_wanted(cls, plan: Plan, trainer: Trainer, module: LightningModule) -> AddedLogger | None:
@@ -38,4 +37,4 @@ class AddedLogger:
         """Ends the record of the fit, and takes the edits to the Trainer back."""
         self.logger.on_fit_end(self._trainer, self._module)
         self.logger.teardown(self._trainer, self._module, "fit")
-        self._patches.undo()
+        self._layer.undo()

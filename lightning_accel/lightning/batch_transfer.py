@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
-from lightning_accel.core.patch import MethodPatch, Patch, applied
+from lightning_accel.core.patch import MethodPatch, applied
 from lightning_accel.core.torch_private.training import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.data.loader_proxy import stood_for
@@ -24,6 +24,7 @@ from lightning_accel.lightning.packages import (
     own,
 )
 from lightning_accel.lightning.private import combined_loader, is_sequential
+from lightning_accel.step.pipeline import Call, Layer
 
 _DEPTH = 2  # batches prepared ahead
 # What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
@@ -31,7 +32,7 @@ _TRANSFER = "transfer_batch_to_device"
 _HOOKS_BEFORE = ("on_before_batch_transfer", _TRANSFER)
 
 
-class Feeding:
+class BatchTransfer(Layer):
     """Transfer and preprocessing under a Trainer, before ``on_after_batch_transfer``.
 
     A :class:`DevicePipeline` around each loader prepares batches ahead. Where the user has taken the transfer in hand,
@@ -44,6 +45,8 @@ class Feeding:
         dtype: What images come out in.
     """
 
+    name = "preprocess"
+
     def __init__(
         self,
         trainer: Trainer,
@@ -51,9 +54,11 @@ class Feeding:
         transforms: Sequence[Transform],
         dtype: torch.dtype,
     ) -> None:
-        # A training step that takes its batches from the loader itself: Lightning then transfers none.
+        # If a training step takes its batches from the loader itself, Lightning transfers none.
         self._takes_loader = takes_loader(trainer)
-        self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty where there is a pipeline
+        self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty if there is a pipeline
+        stages = ["process_dataloader"] if not self._why_inline else ["batch_to_device"] if transforms else []
+        super().__init__([(trainer.strategy, stages)])
         self._trainer = trainer
         self._report = engine.report
         self._pipelines: weakref.WeakSet[DevicePipeline] = weakref.WeakSet()
@@ -72,15 +77,18 @@ class Feeding:
             record.is_on = True
             record.status = f"{self._preprocess.describe()}; {when or 'the next batches while one is in work'}"
 
-    def patches(self) -> Iterator[Patch]:
-        """The edits to the Trainer's strategy."""
-        strategy, wrap = self._trainer.strategy, functools.partial(followed_by, self.pipe)
-        if not self._why_inline:
-            yield MethodPatch("preprocess", "in a pipeline", strategy, "process_dataloader", wrap)
-        elif self._preprocess is not None:
-            yield MethodPatch("preprocess", "at the transfer", strategy, "batch_to_device", self._transferring)
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == "process_dataloader":
+            return self._piped(call(*args, **kwargs))
+        owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
+        if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
+            owner = datamodule
+        # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
+        with applied(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)):
+            return call(*args, **kwargs)
 
-    def pipe(self, loader: Any) -> Any:
+    def _piped(self, loader: Any) -> Any:
         """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
         if self._why_inline or (self._takes_loader and self._preprocess is None):
             return loader
@@ -99,22 +107,12 @@ class Feeding:
         self._pipelines.add(pipeline)
         return pipeline
 
-    def close(self) -> None:
-        """Ends all pipelines, and gives the Trainer's loops the user's own loaders back."""
+    @override
+    def _undo(self) -> None:
+        super()._undo()
         for pipeline in list(self._pipelines):
             pipeline.close()
         give_loaders_back(self._trainer)
-
-    def _transferring(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
-            if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
-                owner = datamodule
-            # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
-            with applied(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)):
-                return original(strategy, batch, *args, **kwargs)
-
-        return batch_to_device
 
     def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def transfer_batch_to_device(owner: Any, batch: Any, *args: Any) -> Any:
@@ -161,15 +159,6 @@ def give_loaders_back(trainer: Trainer) -> None:
     for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
         if (combined := combined_loader(loop)) is not None:
             combined.flattened = [stood_for(loader) for loader in combined.flattened]
-
-
-def followed_by(change: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A strategy's method whose result passes through ``change``."""
-
-    def method(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-        return change(original(strategy, *args, **kwargs))
-
-    return method
 
 
 def _can_be_ahead(loader: Any) -> bool:

@@ -8,48 +8,50 @@ Searches for a batch size live on that error: they get it.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_accel.assembly import NamedFallback, fallbacks_for
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import is_out_of_memory
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.packages import LightningModule, Strategy
+from lightning_accel.lightning.packages import LightningModule
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.step_snapshot import begins_gradients
 from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
 from lightning_accel.memory.oom_report import SAME_WHERE, Remedy, StepMemoryError, error_with, page
 from lightning_accel.memory.pressure import Pressure, Toll
+from lightning_accel.step.pipeline import STEPS, Call, Layer
 from lightning_accel.techniques.base import BuildContext
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 OPTIMIZER = "optimizer's step"
+_WITHIN = {"training_step": "forward pass", "backward": "backward pass", "optimizer_step": OPTIMIZER}
 SPLIT = "split"
 """The batch in parts, among what was put on."""
 
 _NOTHING_LEFT = "nothing is left that would need less memory and change no number"
 _OF_OTHERS = (
-    "several processes train together, and what one of them did alone the others would wait for in vain: all of them"
-    " have to be started again with other settings"
+    "several processes train together, and one of them cannot run a step again alone. Restart all of them with other"
+    " settings"
 )
 
 
-class MemoryAnswers:
+class OomRecovery(Layer):
     """What one run has against a lack of memory.
 
     Args:
-        module: The run's module.
-        engine: At work on it.
-        around: What its techniques were made for.
+        module: The module of the run.
+        precision: The precision plugin of the run.
+        engine: The engine at work on the module.
+        context: What the techniques were made for.
         is_on: Whether anything is put on, and pages are written; else errors are left as they are.
         interrupt: Called where a step's time is not to be counted.
         split: Halves the batch where nothing else is left; None: that was not asked for.
@@ -59,19 +61,23 @@ class MemoryAnswers:
         put_on: What was, in its order, but for the batch in parts.
     """
 
+    name = "oom_report"
+
     def __init__(
         self,
         module: LightningModule,
+        precision: Any,
         engine: Engine,
-        around: BuildContext,
+        context: BuildContext,
         *,
         is_on: bool,
         interrupt: Callable[[], None] = lambda: None,
         split: SplitBatches | None = None,
         leave: Callable[[StepMemoryError], None] = lambda page: None,
     ) -> None:
+        super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward", "optimizer_step"))])
         self.put_on: list[NamedFallback] = []
-        self._module, self._engine, self._around = module, engine, around
+        self._module, self._engine, self._context = module, engine, context
         self._is_on = is_on
         self._has_others = module.trainer.world_size > 1
         self._may_answer = is_on and not self._has_others
@@ -79,8 +85,8 @@ class MemoryAnswers:
         self._split, self._leave = split, leave
         self._searches = Searches(module.trainer)
         self._left: list[NamedFallback] | None = None  # found when first asked for
-        self._pressure = Pressure(around.device)
-        self._toll = Toll(around.device)
+        self._pressure = Pressure(context.device)
+        self._toll = Toll(context.device)
         self._said = ""  # of what was put on, until what it costs is known
         self._failed: tuple[str, Inventory] | None = None  # who asked, and who held what, when memory last ran out
         self._answered: list[str] = []  # in the step under way
@@ -89,32 +95,28 @@ class MemoryAnswers:
 
     # -- before and after a step -------------------------------------------------------------------------------
 
-    def patches(self, strategy: Strategy) -> Iterator[Patch]:
-        """The edits that have every step of ``strategy`` end with a page where there is no memory for it."""
-        for name in STEPS:
-            paged = functools.partial(self._paged, name)
-            yield MethodPatch(f"{name}, paged", "ends with a page", strategy, name, paged)
-
-    def _paged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        within = "forward pass" if name == "training_step" else name
-
-        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage in STEPS:
             self._batch = args[:1]
-            if name == "training_step":
-                if self._toll.step_begins():
-                    self._tell_toll()
-            else:
-                self._toll.interrupt()
-            try:
-                outputs = original(strategy, *args, **kwargs)
-            except Exception as error:
-                self.end(error, within)
-                raise
-            if name != "training_step" or not self._module.automatic_optimization:
-                self._batch = None
-            return outputs
+            self._time_step(stage == "training_step")
+        try:
+            outputs = call(*args, **kwargs)
+        except Exception as error:
+            self.end(error, _WITHIN.get(stage, stage))
+            raise
+        if stage == "backward" or (stage in STEPS and self._lets_go_after(stage)):
+            self._batch = None  # nothing more is computed with it
+        return outputs
 
-        return step
+    def _lets_go_after(self, stage: str) -> bool:
+        return stage != "training_step" or not self._module.automatic_optimization
+
+    def _time_step(self, trains: bool) -> None:
+        if not trains:
+            self._toll.interrupt()
+        elif self._toll.step_begins():
+            self._tell_toll()
 
     def end(self, error: Exception, within: str) -> None:
         """Raises the page in place of ``error``, if that is for want of memory and not to pass as it is."""
@@ -122,10 +124,6 @@ class MemoryAnswers:
         if ending is not None:
             self._leave(ending)
             raise ending from error
-
-    def let_go(self) -> None:
-        """Lets go of the batch: nothing more is computed with it."""
-        self._batch = None
 
     @property
     def lets_pass(self) -> bool:
@@ -146,7 +144,7 @@ class MemoryAnswers:
     def saw(self, error: Exception) -> None:
         """Looks who asked, and who holds what, while the frames of the error are there."""
         trainer = self._module.trainer
-        inventory = take_inventory(self._module, trainer.optimizers, self._batch, self._around.device, error)
+        inventory = take_inventory(self._module, trainer.optimizers, self._batch, self._context.device, error)
         self._failed = who_asked(error, self._module), inventory
 
     def put_on_next(self) -> bool:
@@ -294,7 +292,7 @@ class MemoryAnswers:
         """What is neither in force, nor less than what is."""
         known = {named.name: named.fallback.costs for named in self.put_on}
         try:
-            found = fallbacks_for(self._around)
+            found = fallbacks_for(self._context)
         except Exception as error:  # nothing of ours is to come in the way of the error that there is
             self._engine.report.note(f"what could need less memory could not be found: {one_line(error)}")
             return []
@@ -305,7 +303,7 @@ class MemoryAnswers:
         left = self._not_yet()
         if any(one.fallback.only_anew for one in left):
             return ", but for what a run can have from its beginning only"
-        told = self._around.settings["gradient_checkpointing"].mode, self._around.settings["memory_budget"].budget
+        told = self._context.settings["gradient_checkpointing"].mode, self._context.settings["memory_budget"].budget
         if told != ("off", "off") or any(one.name == "gradient_checkpointing" for one in (*self.put_on, *left)):
             return ""
         return f" (gradient_checkpointing finds no blocks in {type(self._module).__name__}: name some)"
@@ -316,7 +314,7 @@ class MemoryAnswers:
         # What was not enough, and may be none at all: activations that are forgotten need not be packed.
         for former in [one for one in self.put_on if one.name in self._answered and one.fallback.keeps is None]:
             self._take_off(former, f"it was not enough, and {named.name} leaves little to it")
-        technique = named.make(self._around)
+        technique = named.make(self._context)
         try:
             if technique is None or not self._engine.add(technique):
                 return False

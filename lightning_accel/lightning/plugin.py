@@ -11,7 +11,7 @@ from copy import copy
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -282,30 +282,13 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         return step if isinstance(forward, nullcontext) else nested(forward, step)
 
     @override
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> None:
-        if self._run is None:
-            super().backward(tensor, model, optimizer, *args, **kwargs)
-            return
-
-        def run(loss: Tensor) -> None:
-            super(AccelPlugin, self).backward(loss, model, optimizer, *args, **kwargs)
-
-        try:
-            self._run.backward(run, tensor)
-        except Exception as error:
-            self._run.memory.end(error, "backward pass")
-            raise
-        self._run.memory.let_go()
-
-    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
         run = functools.partial(super().optimizer_step, optimizer, model=model, closure=closure, **kwargs)
         if self._run is not None and self._run.is_started:
-            return self._run.optimizer_step(optimizer, run)
+            self._run.add_optimizer(optimizer)
+            return run()
         try:
             result = run()
         except Exception as error:
@@ -379,7 +362,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
         make, (kind, state) = super().__reduce__()
         running = ("_run", "_plain_start", "_added_logger", "_unscaled", "purse")
-        state = {name: value for name, value in state.items() if name not in _OF_A_PLAIN_STEP}
+        state = {name: value for name, value in state.items() if not isinstance(value, types.MethodType)}  # our patches
         state |= {**dict.fromkeys(running), "_kept": copy(self._kept), "_runs_in_float32": False, "_aside": PatchSet()}
         return make, (kind, state)
 
@@ -395,7 +378,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
 
 
 _LIGHTNINGS = "MixedPrecision"  # under which its own plugin keeps a scaler in checkpoints
-_OF_A_PLAIN_STEP = ("convert_input", "train_step_context", "backward")
+_OF_A_PLAIN_STEP = ("convert_input", "train_step_context")
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 

@@ -27,6 +27,7 @@ from lightning_accel.lightning.packages import (
     Trainer,
     own,
 )
+from lightning_accel.step.pipeline import Call, Layer
 
 # -- loops ---------------------------------------------------------------------------------------------------------
 
@@ -185,77 +186,53 @@ class ActionPatch(Patch):
             yield MethodPatch(name, "told of actions", self._profiler, name, wrap)
 
 
-class FetchPatch(Patch):
-    """Has ``began`` and ``ended`` called around every fetch from the train dataloader.
+_BEFORE_FETCH, _AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"
 
-    By the methods that the loop calls there, not by a profiler's actions: they are sixty a step, too many for a step of
-    milliseconds.
-    Without the names: nothing is told, and the wait for a batch counts as part of the gaps between the steps.
+
+class FetchPatch(Layer):
+    """Calls ``began`` and ``ended`` around every fetch from the train dataloader.
+
+    It stands around the methods that the loop calls there. A profiler's actions are sixty a step: too many for one of
+    milliseconds. Without the names nothing is told, and the wait for a batch counts as part of the gaps between steps.
 
     Attributes:
         hears: Whether the names are there.
     """
 
+    name = "timeline"
+
     def __init__(self, trainer: Trainer, began: Callable[[], Any], ended: Callable[[], Any]) -> None:
-        super().__init__("fetches", "told of fetches")
         self._loop = trainer.fit_loop
-        self._told = began, ended
-        self.hears = hasattr(self._loop.epoch_loop, _BEFORE_FETCH)
+        epochs = self._loop.epoch_loop
+        self.hears = hasattr(epochs, _BEFORE_FETCH)
+        super().__init__([(epochs, [name for name in (_BEFORE_FETCH, _AFTER_FETCH) if hasattr(epochs, name)])])
+        self._began, self._ended = began, ended
+
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == _BEFORE_FETCH:
+            self._began()
+        call(*args, **kwargs)
+        if stage == _AFTER_FETCH:
+            self._ended()
 
     @override
     def _apply(self) -> None:
-        loop = self._loop.epoch_loop
-        patches, told = _TOLD_OF_FETCHES.setdefault(loop, (PatchSet(), []))
-        if not told:
-            for patch in self._telling(loop, told):
-                patches.add(patch)
-            patches.apply()
-            self._rebind()
-        told.append(self._told)
+        super()._apply()
+        self._rebind()
 
     @override
     def _undo(self) -> None:
-        patches, told = _TOLD_OF_FETCHES.get(self._loop.epoch_loop, (PatchSet(), []))
-        if self._told in told:
-            told.remove(self._told)
-        if not told:
-            patches.undo()
-            self._rebind()
-            _TOLD_OF_FETCHES.pop(self._loop.epoch_loop, None)
+        super()._undo()
+        self._rebind()
 
     def _rebind(self) -> None:
         """Gives the methods as they are now to the epoch under way, which holds them as they were when it began."""
-        loop, fetcher = self._loop.epoch_loop, getattr(self._loop, "_data_fetcher", None)
+        epochs, fetcher = self._loop.epoch_loop, getattr(self._loop, "_data_fetcher", None)
         for held, name in (("_start_profiler", _BEFORE_FETCH), ("_stop_profiler", _AFTER_FETCH)):
-            if hasattr(loop, name) and getattr(getattr(fetcher, held, None), "__self__", None) is loop:
-                setattr(fetcher, held, getattr(loop, name))
+            if hasattr(epochs, name) and getattr(getattr(fetcher, held, None), "__self__", None) is epochs:
+                setattr(fetcher, held, getattr(epochs, name))
 
-    @staticmethod
-    def _telling(loop: Any, told: list[Any]) -> Iterator[Patch]:
-        def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
-            def before(caller: Any) -> None:
-                for began, _ in list(told) if caller is loop else ():  # of a copy of it, nobody
-                    began()
-                original(caller)
-
-            return before
-
-        def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
-            def after(caller: Any) -> None:
-                original(caller)
-                for _, ended in list(told) if caller is loop else ():
-                    ended()
-
-            return after
-
-        for name, wrap in {_BEFORE_FETCH: told_before, _AFTER_FETCH: told_after}.items():
-            if hasattr(loop, name):
-                yield MethodPatch(name, "told of fetches", loop, name, wrap)
-
-
-_BEFORE_FETCH, _AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"
-# The edit, and who is told: those who come later may go earlier.
-_TOLD_OF_FETCHES: weakref.WeakKeyDictionary[Any, tuple[PatchSet, list[Any]]] = weakref.WeakKeyDictionary()
 
 _Told = tuple[PatchSet, list[Any], set[str]]  # the edit, who is told, and of which actions
 _NOBODY: _Told = PatchSet(), [], set()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,23 +14,25 @@ from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
+from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.engine import Decisions, Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.batch_transfer import Feeding, followed_by
+from lightning_accel.lightning.batch_transfer import BatchTransfer
+from lightning_accel.lightning.fallbacks import RunParts
 from lightning_accel.lightning.live_trials import LiveTuning, set_choices
-from lightning_accel.lightning.loaders import Loaders
-from lightning_accel.lightning.oom_recovery import OPTIMIZER, MemoryAnswers
-from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Strategy, Trainer, TrainerFn
+from lightning_accel.lightning.oom_recovery import OomRecovery
+from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Trainer, TrainerFn
 from lightning_accel.lightning.run_state import RunState
-from lightning_accel.lightning.safety_net import SafetyNet
 from lightning_accel.lightning.split_batches import SplitBatches
-from lightning_accel.lightning.step_outputs import Edges
+from lightning_accel.lightning.step_outputs import StepOutputs
+from lightning_accel.lightning.step_retry import StepRetry
+from lightning_accel.lightning.technique_layers import BatchLayer, LoaderLayer
 from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
+from lightning_accel.step.pipeline import Layer, StepPipeline
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -73,9 +74,9 @@ class Run:
         engine: At work on the module once the run is started.
         is_fitting: Whether it is fitted.
         is_started: Whether the plan is at work.
-        memory: What there is against a lack of memory.
-        net: Below its steps, where they may need one.
-        live: The live trials, where there are some.
+        memory: What the run does about a lack of memory.
+        pipeline: The layers around its steps. They stand aside for a step that runs as the user wrote it.
+        live: The live trials; None if there are none.
     """
 
     def __init__(
@@ -93,32 +94,30 @@ class Run:
         trainer = module.trainer
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.is_started = False
-        self._around = build_context(plan, module, host, device=trainer.strategy.root_device)
+        self._context = build_context(plan, module, host, device=trainer.strategy.root_device)
         self.engine = self._make_engine(host)
         self._is_answering = plan.out_of_memory != "off"
         # FSDP's ranks gather parameters within a step, which none can repeat alone.
         self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
         self._split: SplitBatches | None = None
         if plan.out_of_memory == "split" and self.is_fitting and self._can_repeat:
-            self._split = SplitBatches(module, self.engine.report, precision.scaled)
-        self.memory = MemoryAnswers(
+            self._split = SplitBatches(module, precision, self.engine.report, precision.scaled)
+        self.memory = OomRecovery(
             module,
+            precision,
             self.engine,
-            self._around,
+            self._context,
             is_on=self._is_answering,
             interrupt=self.interrupt,
             split=self._split,
             leave=self._leave_page,
         )
-        self.net: SafetyNet | None = None
-        self._edges: Edges | None = None
-        self._stepping: Optimizer | None = None  # last
+        self._retry: StepRetry | None = None
+        self._outputs: StepOutputs | None = None
+        self._stepping: Optimizer | None = None  # the one that stepped last
         self.live: LiveTuning | None = None
-        self._feeding: Feeding | None = None
-        self._loaders: Loaders | None = None
-        self._hooks = PatchSet()
-        self._around_steps = PatchSet()  # what a step that runs as the user wrote it does without
-        self._is_bare = False  # the step under way is without
+        self._others = PatchSet()  # the patches that stay when the pipeline stands aside
+        self.pipeline = StepPipeline()
         self._switches, self._look_s = 0, 0.0  # what the latest look for what outlives a step took
 
     def _make_engine(self, host: Host) -> Engine:
@@ -130,7 +129,7 @@ class Run:
         engine = Engine(
             self._module,
             host,
-            self._around.techniques,
+            self._context.techniques,
             names=list(declarations()),
             strict=self._plan.strict,
             agree=trainer.strategy.broadcast if steps_with_others else None,
@@ -155,14 +154,14 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether the rest of a fit that began plain is the user's own again: there is nothing to win, or to answer."""
-        if self._purse is None or not self.is_started or self.memory.put_on or may_lack_memory(self._around.device):
+        if self._purse is None or not self.is_started or self.memory.put_on or may_lack_memory(self._context.device):
             return False
         return self.live is None or self.live.has_ended
 
     def guard(self) -> None:
         """Has the steps before :meth:`start` answer a lack of memory, where there may be one."""
         if self._is_answering and may_lack_memory(self._module.trainer.strategy.root_device):
-            self._hook(self._guards(), self._around_steps)
+            self.pipeline.add(*self._guards())
 
     def start(self, left_out: Mapping[str, str] | None = None, program: Program | None = None) -> None:
         """Puts its parts to work. Whatever it raises: :meth:`close` undoes what was done.
@@ -172,21 +171,19 @@ class Run:
             program: That the module belongs to, where that was found out before.
         """
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
-        strategy, techniques = trainer.strategy, self._around.techniques
+        techniques, wants_pipeline = self._context.techniques, getattr(trainer.strategy, "wants_pipeline", False)
         self.is_started = True
-        self._around_steps.undo()
-        self._around_steps = PatchSet()
+        self.pipeline.clear()
         engine.begin(left_out)
         self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
-        self._hook(self._guards(), self._around_steps)
+        self.pipeline.add(*self._guards())
         if self._is_in_force():
-            self._hook(self._passages(strategy), self._around_steps)
+            self.pipeline.add(BatchLayer(trainer, engine, self._with_own_layouts))
         if self.is_fitting and any(type(one).loader is not Technique.loader for one in techniques):
-            self._loaders = Loaders(trainer, engine, is_piped=getattr(strategy, "wants_pipeline", False))
-            self._hook(self._loaders.patches())
-        if plan.preprocess or getattr(strategy, "wants_pipeline", False):
-            self._feeding = Feeding(trainer, engine, plan.of("preprocess").transforms, self._precision.image_dtype)
-            self._hook(self._feeding.patches())
+            self._add(LoaderLayer(trainer, engine, is_piped=wants_pipeline))
+        if plan.preprocess or wants_pipeline:
+            transforms = plan.of("preprocess").transforms
+            self._add(BatchTransfer(trainer, engine, transforms, self._precision.image_dtype))
         own_arms = self._precision.arms
         if self.is_fitting:
             has_something = self._is_in_force() or engine.is_at_work
@@ -202,45 +199,43 @@ class Run:
                     self._purse,
                     program,
                 )
-                self._hook(self.live.turns.patches())
+                self._add(*self.live.turns.patches())
         elif self._kept.tuning is not None and plan.tune == "auto":
             set_choices(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
-    def _guards(self) -> Iterator[Patch]:
-        """The edits that stand between a step of the strategy and the user's own, from the inside out."""
-        strategy, precision = self._module.trainer.strategy, self._precision
+    def _guards(self) -> Iterator[Layer]:
+        """The layers that a step of this run needs."""
+        precision = self._precision
         if self._split is not None:
-            yield from self._split.patches(strategy)
+            yield self._split
         if isinstance(precision, AutocastPrecision):  # XLA has another one, and runs a step when it is over
-            edges = self._edges = Edges(self._module, self.engine, precision, self._can_repeat_step, self._withdraw)
+            outputs = StepOutputs(self._module, self.engine, precision, self._can_repeat_step, self._revert)
+            self._outputs = outputs
             if self._is_in_force():
-                yield from edges.patches(strategy)
+                yield outputs
             if self._can_repeat and (self._is_in_force() or (self._is_answering and self.is_fitting)):
-                self.net = SafetyNet(
-                    self._module,
-                    self.engine,
-                    self._is_in_force,
-                    precision,
-                    edges,
-                    self.memory,
-                    self._withdraw,
-                    self._yields,
-                    self._gives_up,
+                parts = RunParts(
+                    module=self._module,
+                    engine=self.engine,
+                    precision=precision,
+                    outputs=outputs,
+                    memory=self.memory,
+                    is_in_force=self._is_in_force,
+                    revert=self._revert,
+                    revert_option_on_trial=self._revert_option_on_trial,
+                    end_trials=self._end_trials,
                 )
-                yield from self.net.patches(strategy)
+                self._retry = StepRetry(parts, self.trainer.strategy)
+                yield self._retry
         if self._is_answering:
-            yield from self.memory.patches(strategy)
+            yield self.memory
 
     def close(self) -> None:
         """Leaves the module and the Trainer as they were, and writes down what the next run is to know."""
         self.keep()
         self.memory.close()
-        self._hooks.undo()
-        self._around_steps.undo()
-        if self._feeding is not None:
-            self._feeding.close()
-        if self._loaders is not None:
-            self._loaders.close()
+        self._others.undo()
+        self.pipeline.clear()
         self.engine.undo()
 
     def keep(self) -> None:
@@ -268,47 +263,11 @@ class Run:
         if self._plan.log and not self.is_fitting:
             leave_page_of_evaluation(self._module.trainer, page)
 
-    def backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
-        """The backward pass of a step, above the net where there is one.
-
-        Args:
-            run: Goes backward from a loss.
-            loss: The step's.
-        """
-        if self._is_bare:
-            run(loss)
-            return
-        if self._split is not None:
-            run = self._split.after_earlier_parts(run)
-        if self._edges is None or not self._edges.watches_backward:
-            self._go_backward(run, loss)
-            return
-        with self._edges.backward():
-            self._go_backward(run, loss)
-
-    def _go_backward(self, run: Callable[[Tensor], None], loss: Tensor) -> None:
-        if self.net is None or not self.net.is_spread:
-            run(loss)
-            return
-        precision = self._precision
-        assert isinstance(precision, AutocastPrecision), "others have no net"
-
-        def run_repeated(outputs: Any) -> None:  # as Lightning does with what a step returns
-            repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            run(precision.scaled(repeated / self._module.trainer.accumulate_grad_batches))
-
-        self.net.backward(lambda: run(loss), run_repeated, lambda: precision.let_go_of(loss))
-
-    def optimizer_step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """An optimizer's step, above the net where there is one."""
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Shows an optimizer that is about to step to the techniques: it may have been made in mid-run."""
         if optimizer is not self._stepping:
             self._stepping = optimizer
-            self.engine.add_optimizers([optimizer])  # it may be one that was made in mid-run
-        try:
-            return run() if self.net is None or self._is_bare else self.net.optimizer_step(run)
-        except Exception as error:
-            self.memory.end(error, OPTIMIZER)
-            raise
+            self.engine.add_optimizers([optimizer])
 
     def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
         """Brings the tensors of a checkpoint into the layouts that the user's own have."""
@@ -327,20 +286,19 @@ class Run:
             is_plain: Whether it runs as the user wrote it. Then nothing of ours stands around it, or what the plan
                 gains would be measured from a plain run that is slower than the user's.
         """
-        if self._edges is not None and self._may_look():
+        if self._outputs is not None and self._may_look():
             began = seconds()
-            self._edges.mend()
+            self._outputs.mend()
             self._look_s = seconds() - began
             if self._purse is not None:
                 self._purse.pay("looking for what outlives a step", self._look_s)
         if self._purse is None or may_lack_memory(self._module.trainer.strategy.root_device):
             return
-        self._is_bare = is_plain
         with self._purse.paying("switching"):
             if is_plain:
-                self._around_steps.undo()
+                self.pipeline.stand_aside()
             else:
-                self._around_steps.apply()
+                self.pipeline.stand()
 
     def _may_look(self) -> bool:
         """Whether to look for what a step has left before the next switch: of small steps ever more rarely."""
@@ -349,9 +307,9 @@ class Run:
         return turn_s is None or self._look_s <= _LOOK * turn_s or self._switches.bit_count() == 1
 
     def _can_repeat_step(self) -> bool:
-        return self.net is not None and self.net.can_repeat
+        return self._retry is not None and self._retry.can_repeat
 
-    def _withdraw(self, name: str, reason: str) -> None:
+    def _revert(self, name: str, reason: str) -> None:
         """Takes a technique back for the rest of the run."""
         if self.live is not None:
             self.live.lose(name)
@@ -361,40 +319,17 @@ class Run:
         else:
             self.engine.revert_all(reason, name)
 
-    def _yields(self, error: Exception) -> bool:
+    def _revert_option_on_trial(self, error: Exception) -> bool:
         return self.live is not None and self.live.yields(error)
 
-    def _gives_up(self) -> None:
+    def _end_trials(self) -> None:
         if self.live is not None:
             self.live.give_up()
 
-    def _hook(self, patches: Iterable[Patch], hooks: PatchSet | None = None) -> None:
-        hooks = self._hooks if hooks is None else hooks
+    def _add(self, *patches: Patch) -> None:
         for patch in patches:
-            hooks.add(patch)
-        hooks.apply()
-
-    def _passages(self, strategy: Strategy) -> Iterator[Patch]:
-        """The edits that have a strategy's batches and weights go through the engine."""
-        for name, change in (
-            ("batch_to_device", functools.partial(self._passing, strategy.root_device)),
-            # Not left to `on_save_checkpoint`, which is not called for a checkpoint of weights only.
-            ("lightning_module_state_dict", functools.partial(followed_by, self._with_own_layouts)),
-        ):
-            yield MethodPatch(name, "in the run's layouts", strategy, name, change)
-
-    def _passing(self, device: torch.device, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The transfer of a batch with what the techniques make of it: after it, and under XLA before it.
-
-        What is done to a batch on an XLA device is compiled with the step, for each shape that it had before.
-        """
-        if device.type != "xla":
-            return followed_by(self.engine.batch, original)
-
-        def batch_to_device(strategy: Strategy, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(strategy, self.engine.batch(batch), *args, **kwargs)
-
-        return batch_to_device
+            self._others.add(patch)
+            patch.apply()
 
     def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self.restore_layouts(checkpoint := {"state_dict": state_dict})

@@ -7,7 +7,6 @@ and the graph of the last part, and the gradients of the others are there when t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,34 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import Report
 from lightning_accel.core.samples import count_samples, split_samples
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, is_overridden
+from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, is_overridden
 from lightning_accel.lightning.split_logs import SplitLogs
 from lightning_accel.lightning.step_snapshot import begins_gradients
+from lightning_accel.step.pipeline import Call, Layer
 
 NAME = "out_of_memory"
 """Its record in the report."""
 
 
-class SplitBatches:
+class SplitBatches(Layer):
     """Splits the training batches of one run, once it is told to.
 
     Args:
-        module: The run's module.
-        report: Told what is split, and which batches are not.
-        scaled: What a backward pass starts from.
+        module: The module of the run.
+        precision: The precision plugin of the run.
+        report: The report, which says what is split and which batches are not.
+        scaled: Returns what a backward pass starts from, given the loss.
 
     Attributes:
         most: How many samples a part has at most; None: batches are not split.
     """
 
-    def __init__(self, module: LightningModule, report: Report, scaled: Callable[[Tensor], Tensor]) -> None:
+    name = "split"
+
+    def __init__(
+        self, module: LightningModule, precision: Any, report: Report, scaled: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__([(module.trainer.strategy, ("training_step",)), (precision, ("backward",))])
         self.most: int | None = None
         self._module, self._report, self._scaled = module, report, scaled
         self._former: int | None = None
@@ -51,10 +57,6 @@ class SplitBatches:
 
     def __str__(self) -> str:
         return "batches are whole" if self.most is None else f"batches in parts of at most {self.most} samples"
-
-    def patches(self, strategy: Strategy) -> Iterator[Patch]:
-        """The edit that has every training step of ``strategy`` go through its batch in parts."""
-        yield MethodPatch("training_step, split", "in parts", strategy, "training_step", self._splitting)
 
     # -- how far -------------------------------------------------------------------------------------------------
 
@@ -111,31 +113,22 @@ class SplitBatches:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def after_earlier_parts(self, run: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """``run``, which goes backward from the last part, where the gradients of the parts before are by then."""
-
-        def run_last(loss: Tensor) -> None:
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == "backward":
+            # It begins at the last part. The gradients of the earlier parts have to be there by then.
             earlier, self._earlier = self._earlier, []
             for parameter, gradient in earlier:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            run(loss)
-
-        return run_last
-
-    def _splitting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            self._earlier = []
-            parts: Sequence[tuple[Any, int]] = ()
-            if self.most is not None:
-                try:
-                    parts = split_samples(args[0], self.most)
-                except ValueError as error:
-                    self._refuse(f"a batch went through its step whole: {error}")
-            if len(parts) < 2:
-                return original(strategy, *args, **kwargs)
-            return self._in_parts(functools.partial(original, strategy), parts, args[1:], kwargs)
-
-        return step
+            return call(*args, **kwargs)
+        self._earlier = []
+        parts: Sequence[tuple[Any, int]] = ()
+        if self.most is not None:
+            try:
+                parts = split_samples(args[0], self.most)
+            except ValueError as error:
+                self._refuse(f"a batch went through its step whole: {error}")
+        return call(*args, **kwargs) if len(parts) < 2 else self._in_parts(call, parts, args[1:], kwargs)
 
     def _in_parts(self, step: Callable[..., Any], parts: Sequence[tuple[Any, int]], others: Any, kwargs: Any) -> Any:
         trainer = self._module.trainer

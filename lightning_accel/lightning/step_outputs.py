@@ -7,27 +7,26 @@ leaves behind, in attributes, lists, closures, is looked for in the first steps 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.report import EditError
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.oom_recovery import STEPS
-from lightning_accel.lightning.packages import Callback, LightningModule, Strategy, Trainer, is_lightnings, own
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, is_lightnings, own
 from lightning_accel.lightning.private import ActionPatch, hook_action
+from lightning_accel.step.pipeline import STEPS, Call, Layer
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
 
@@ -58,7 +57,7 @@ class _Form:
         return tensor.contiguous() if self.is_laid_out and is_channels_last(tensor) else tensor
 
 
-class Edges:
+class StepOutputs(Layer):
     """Watches over what leaves the steps of one run.
 
     What a training step leaves in another form ends the technique that made it so: a number format, or a layout, is
@@ -66,12 +65,15 @@ class Edges:
     plain form after every step.
 
     Args:
-        module: The run's module.
-        engine: At work on it.
-        precision: The run's.
-        can_repeat: Says whether the step under way can be run again: it is, by an :class:`EditError`.
-        withdraw: Takes a technique back for the rest of the run, given its name and why.
+        module: The module of the run.
+        engine: The engine at work on it.
+        precision: The precision plugin of the run.
+        can_repeat: Returns whether the step under way can run again. It does, if this layer raises an
+            :class:`EditError`.
+        revert: Takes a technique back for the rest of the run. It is given the name and the reason.
     """
+
+    name = "outputs"
 
     def __init__(
         self,
@@ -79,10 +81,11 @@ class Edges:
         engine: Engine,
         precision: AutocastPrecision,
         can_repeat: Callable[[], bool],
-        withdraw: Callable[[str, str], None],
+        revert: Callable[[str, str], None],
     ) -> None:
+        super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward",))])
         self._module, self._engine, self._precision = module, engine, precision
-        self._can_repeat, self._withdraw = can_repeat, withdraw
+        self._can_repeat, self._revert = can_repeat, revert
         laid_out = engine.technique(MemoryFormat)
         self._memory_format = laid_out if laid_out is not None and laid_out.has_weights else None
         self._steps: Counter[str] = Counter()  # of each kind that were in another form
@@ -95,13 +98,27 @@ class Edges:
         self._is_cut = False  # the latest look: there was too much to look at
         self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
 
-    def patches(self, strategy: Strategy) -> Iterator[Patch]:
-        """The edits that have every step of ``strategy`` pass here; nearer to the user's own than all others."""
-        for name in STEPS:
-            as_plain = functools.partial(self._as_plain, name)
-            yield MethodPatch(f"{name}, as plain", "hands on what it would plain", strategy, name, as_plain)
-        if self._memory_format is not None and (hooks := users_hooks(self._module.trainer, self._module)):
-            yield ActionPatch(self._module.trainer, hooks, self._hook_begins, self._hook_ends)
+        self._hooks: ActionPatch | None = None  # of the user's, which are shown weights in their own layout
+        if self._memory_format is not None and (hooks := users_hooks(module.trainer, module)):
+            self._hooks = ActionPatch(module.trainer, hooks, self._hook_begins, self._hook_ends)
+
+    @override
+    def _apply(self) -> None:
+        super()._apply()
+        if self._hooks is not None:
+            self._hooks.apply()
+
+    @override
+    def _undo(self) -> None:
+        if self._hooks is not None:
+            self._hooks.undo()
+        super()._undo()
+
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == "backward":
+            return self._backward(call, *args, **kwargs)
+        return self._step(stage, call, *args, **kwargs)
 
     def _hook_begins(self) -> None:
         assert self._memory_format is not None, "without it nobody is told"
@@ -111,19 +128,16 @@ class Edges:
     def _hook_ends(self) -> None:
         self._shown.pop().__exit__(None, None, None)
 
-    @property
-    def watches_backward(self) -> bool:
-        """Whether there is something to look for around the backward pass that comes."""
-        return self._looked_at is not None or self._memory_format is not None
+    def _backward(self, call: Call, *args: Any, **kwargs: Any) -> None:
+        """Looks for what hooks on the backward pass keep if the forward pass was looked at, and for what they draw.
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Looks for what hooks on the backward pass keep, where the forward pass was looked at, and for what they draw.
-
-        A gradient lies in memory as its weight, and so does the noise that is added to it.
+        A gradient has the layout of its weight in memory, and so has the noise that is added to it.
         """
+        if self._looked_at is None and self._memory_format is None:
+            call(*args, **kwargs)
+            return
         self._draws = LayoutDraws(self._module.device) if self._engine.has("memory_format") else None
-        yield
+        call(*args, **kwargs)
         if self._engine.has("memory_format") and self.has_drawn():
             self._leaving["memory_format"] = DRAWS_GOING_BACKWARD
         if self._looked_at is not None:
@@ -147,35 +161,32 @@ class Edges:
         self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._was_laid_out))
         return list(self._leaving)
 
-    def _as_plain(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            if self._own is None:
-                self._find_own()
-            while self._leaving:
-                self._withdraw(*self._leaving.popitem())
-            self._looked_at = None
-            is_cast = self._precision.is_ours
-            is_laid_out = self._memory_format is not None and self._memory_format.acts()
-            if not (is_cast or is_laid_out):
-                return original(strategy, *args, **kwargs)
-            form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
-            self._steps[name] += 1
-            self._was_laid_out |= form.is_laid_out
-            is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
-            parameters: list[tuple[nn.Parameter, Tensor]] = []
-            if is_look:
-                parameters = [(p, p.data) for p in self._module.parameters()]
-            outputs = original(strategy, *args, **kwargs)
-            if any(map(form.technique, tensors_in(outputs))):
-                outputs = map_tensors(form.plain, outputs)
-            if is_look or self._is_in_sight(form):
-                self._look(name, form, parameters)
-            for technique, reason in self._engine.spoilt():
-                if self._can_repeat():
-                    raise EditError(technique, reason)
-            return outputs
-
-        return step
+    def _step(self, name: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if self._own is None:
+            self._find_own()
+        while self._leaving:
+            self._revert(*self._leaving.popitem())
+        self._looked_at = None
+        is_cast = self._precision.is_ours
+        is_laid_out = self._memory_format is not None and self._memory_format.acts()
+        if not (is_cast or is_laid_out):
+            return call(*args, **kwargs)
+        form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
+        self._steps[name] += 1
+        self._was_laid_out |= form.is_laid_out
+        is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
+        parameters: list[tuple[nn.Parameter, Tensor]] = []
+        if is_look:
+            parameters = [(p, p.data) for p in self._module.parameters()]
+        outputs = call(*args, **kwargs)
+        if any(map(form.technique, tensors_in(outputs))):
+            outputs = map_tensors(form.plain, outputs)
+        if is_look or self._is_in_sight(form):
+            self._look(name, form, parameters)
+        for technique, reason in self._engine.spoilt():
+            if self._can_repeat():
+                raise EditError(technique, reason)
+        return outputs
 
     def _find_own(self) -> None:
         """Notes, before the first step, what the user has in such forms; a number format of theirs leaves us none."""

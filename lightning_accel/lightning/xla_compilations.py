@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_accel.core import xla
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.packages import Strategy
+from lightning_accel.step.pipeline import Call, Layer
 
 NAME = "xla"
 """Its record in the report."""
@@ -47,18 +46,26 @@ class _Counts:
     other_steps: list[int] = field(default_factory=list)
 
 
-class Compilations:
-    """Counts the programs that XLA compiles in a run, beside the shapes of the batches.
+class Compilations(Layer):
+    """Counts the programs that XLA compiles in a run, beside the shapes of the batches, and ends recorded steps.
 
-    A program is compiled where a step is first run with operations or shapes that no step had before; what was compiled
-    since a step began belongs to it. Nothing is read from the device.
+    XLA compiles a program when a step first runs with operations or shapes that no step had before. What was compiled
+    since a step began belongs to that step. Nothing is read from the device.
 
     Args:
-        report: Told of what was compiled, and what against it.
+        strategy: The strategy of the run.
+        report: The report, which says what was compiled and how to have less of it.
         cache: Where programs are kept, in words.
+
+    Attributes:
+        is_recording: Whether a training step was recorded since the latest end of one.
     """
 
-    def __init__(self, report: Report, cache: str) -> None:
+    name = "xla"
+
+    def __init__(self, strategy: Strategy, report: Report, cache: str) -> None:
+        super().__init__([(strategy, tuple(_STAGES))])
+        self.is_recording = False
         self._report, self._cache = report, cache
         self._met: dict[tuple[str, Shapes], _Met] = {}
         self._counts = _Counts()
@@ -69,30 +76,24 @@ class Compilations:
         report.of(NAME).is_on = True
         self._tell()
 
-    def patches(self, strategy: Strategy) -> Iterator[Patch]:
-        """The edits by which it is told of steps."""
-        for method in _STAGES:
-            yield MethodPatch(
-                f"{method}, counted", "compilations", strategy, method, functools.partial(self._told, method)
-            )
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == "training_step":
+            if self.is_recording:  # gradients are being accumulated: without an end, all these steps are one program
+                xla.end_step()
+            self.is_recording = True
+        self._settle()
+        named = _STAGES[stage]
+        key = self._under_way = named, _shapes(args[0] if args else kwargs)
+        self._met.setdefault(key, _Met()).steps += 1
+        self._steps[named] += 1
+        return call(*args, **kwargs)
 
     def close(self) -> None:
         """Takes account of the last step."""
         self._settle()
         self._under_way = None
         self._tell()
-
-    def _told(self, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        stage = _STAGES[method]
-
-        def step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            self._settle()
-            key = self._under_way = stage, _shapes(args[0] if args else kwargs)
-            self._met.setdefault(key, _Met()).steps += 1
-            self._steps[stage] += 1
-            return original(strategy, *args, **kwargs)
-
-        return step
 
     def _settle(self) -> None:
         programs = xla.programs_compiled()

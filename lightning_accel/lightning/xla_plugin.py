@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from lightning_accel.core import cache, xla
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import nested
-from lightning_accel.lightning.packages import LightningModule, Strategy, XLAPrecision, own
+from lightning_accel.lightning.packages import LightningModule, XLAPrecision, own
 from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
@@ -67,8 +66,6 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
         self._run: Run | None = None
         self._added_logger: AddedLogger | None = None
         self._compilations: Compilations | None = None
-        self._marks = PatchSet()
-        self._is_recording = False  # a step of training, since the latest end of one
         self._reports = Reports()
 
     # -- a run starts ------------------------------------------------------------------------------------------
@@ -98,27 +95,12 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
             self._run.engine.degrade(_NO_ANSWERS)
         elif self.plan.out_of_memory != "off":
             report.note(_NO_ANSWERS)
-        self._compilations = Compilations(report, kept)
-        self._mark_steps(strategy)
+        self._compilations = Compilations(strategy, report, kept)
+        self._compilations.apply()
         self._run.start()
         if self._run.is_fitting:
             self._added_logger = AddedLogger.where_wanted(self.plan, module.trainer, module)
         return module
-
-    def _mark_steps(self, strategy: Strategy) -> None:
-        patch = MethodPatch("training_step, marked", "ends the one before", strategy, "training_step", self._marking)
-        for one in (*(self._compilations.patches(strategy) if self._compilations else ()), patch):
-            self._marks.add(one)
-        self._marks.apply()
-
-    def _marking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def training_step(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            if self._is_recording:  # gradients are being accumulated: without an end, all these steps are one program
-                xla.end_step()
-            self._is_recording = True
-            return original(strategy, *args, **kwargs)
-
-        return training_step
 
     @override
     def connect(
@@ -166,7 +148,8 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
         result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        self._is_recording = False  # XLAPrecision has ended it
+        if self._compilations is not None:
+            self._compilations.is_recording = False  # XLAPrecision has ended it
         return result
 
     @override
@@ -200,10 +183,8 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
 
     @override
     def teardown(self) -> None:
-        self._is_recording = False
-        self._marks.undo()
-        self._marks = PatchSet()
         if self._compilations is not None:
+            self._compilations.undo()
             self._compilations.close()
             self._compilations = None
         if self._added_logger is not None:
@@ -217,7 +198,7 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
     def __getstate__(self) -> dict[str, Any]:
         # Copies and other processes get the settings; a run in progress stays here.
         running = ("_run", "_added_logger", "_compilations")
-        return vars(self) | {**dict.fromkeys(running), "_marks": PatchSet()}
+        return vars(self) | dict.fromkeys(running)
 
 
 @contextmanager

@@ -35,12 +35,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     kinds = (distributed.ProcessGroup, distributed.Work, torch.cuda.Stream)
     before = [dict(vars(kind)) for kind in kinds]
-    patch = CollectivesPatch([told])
-    patch.apply()
+    patch = CollectivesPatch()
+    patch.tell(told)
     try:
         yield told
     finally:
-        patch.undo()
+        patch.forget(told)
         distributed.destroy_process_group()
     assert [dict(vars(kind)) for kind in kinds] == before
 
@@ -89,7 +89,7 @@ def test_compiled_code_that_communicates_is_neither_cut_nor_compiled_anew(told: 
         distributed.all_reduce(y)
         return y + 1
 
-    patch = CollectivesPatch([told])
+    patch = CollectivesPatch()
     compiled = torch.compile(reduced, backend=backend, fullgraph=True)
     for apply_or_undo in (patch.undo, patch.apply, patch.undo):
         apply_or_undo()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.report import AccelWarning
-from lightning_accel.lightning import safety_net
+from lightning_accel.lightning import step_retry
 from support.plugin.tight import (
     FITS,
     Batches,
@@ -183,12 +183,12 @@ class Bare(Tight):
 def test_steps_in_parts_have_no_net_of_their_own(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     spread: list[int] = []
 
-    class Watched(safety_net.Attempt):
+    class Watched(step_retry.Attempt):
         def __init__(self, *args: Any) -> None:
             spread.append(1)
             super().__init__(*args)
 
-    monkeypatch.setattr(safety_net, "Attempt", Watched)
+    monkeypatch.setattr(step_retry, "Attempt", Watched)
     model, _, plugin = fit(make_trainer, Bare(FITS), Batches(sizes=[5] * 12))
     assert plugin.state_dict()["out_of_memory"] == [("split", 3)]
     assert len(model.calls) == 24
@@ -278,7 +278,7 @@ def test_where_other_processes_might_wait_nothing_is_split(make_trainer: MakeTra
 
 def test_gradients_that_were_added_to_earlier_ones_are_not_taken_back(make_trainer: MakeTrainer) -> None:
     page = ended(make_trainer, InBackward(FITS), accumulate_grad_batches=2)
-    assert "in its backward pass: the gradients of earlier batches had been added up" in page
+    assert "in its backward pass: its gradients were added to those of earlier batches" in page
 
 
 def test_without_the_wish_a_batch_is_never_split_and_the_page_names_it(make_trainer: MakeTrainer) -> None:

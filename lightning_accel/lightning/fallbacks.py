@@ -1,0 +1,223 @@
+"""What is changed before a failed step runs again: one class for each fallback, in the order in which they are tried.
+
+After a lack of memory, an option on trial goes first. Then techniques that need less memory come on, one by one. After
+any other error, the step runs with less and less of ours: the likeliest technique goes first, then an option on trial,
+then everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_accel.core.report import EditError
+from lightning_accel.core.trial import one_line
+from lightning_accel.engine import Engine
+from lightning_accel.lightning.autocast_precision import AutocastPrecision
+from lightning_accel.lightning.oom_recovery import OomRecovery
+from lightning_accel.lightning.packages import LightningModule
+from lightning_accel.lightning.step_outputs import StepOutputs
+from lightning_accel.lightning.step_snapshot import Attempt
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that fallbacks change.
+
+    Attributes:
+        module: The module of the run.
+        engine: The engine at work on it.
+        precision: The precision plugin.
+        outputs: The layer that watches over what outlives a step.
+        memory: What the run does about a lack of memory.
+        is_in_force: Returns whether anything of ours acts on the next step.
+        revert: Takes a technique back for the rest of the run. It is given the name and the reason.
+        revert_option_on_trial: Takes the option back that was on trial in a step. It is given the error of the step,
+            and returns whether there was one.
+        end_trials: Ends all trials, since every edit is about to be taken back.
+    """
+
+    module: LightningModule
+    engine: Engine
+    precision: AutocastPrecision
+    outputs: StepOutputs
+    memory: OomRecovery
+    is_in_force: Callable[[], bool]
+    revert: Callable[[str, str], None]
+    revert_option_on_trial: Callable[[Exception], bool]
+    end_trials: Callable[[], None]
+
+
+@dataclass
+class Failure:
+    """A step that has raised.
+
+    Attributes:
+        attempt: The step, with what is needed to take it back.
+        error: What it raised at last, without frames.
+        suspects: The techniques that the first error speaks of, the likeliest first.
+        lacks_memory: Whether it has run out of memory.
+        trains: Whether the step keeps activations for a backward pass.
+    """
+
+    attempt: Attempt
+    error: Exception
+    suspects: Sequence[str]
+    lacks_memory: bool = False
+    trains: bool = True
+
+    @property
+    def remark(self) -> str:
+        """The error in a line, for the report."""
+        return f"a step raised {one_line(self.error)}"
+
+
+class Fallback(ABC):
+    """One way to change a run so that a failed step may run.
+
+    Attributes:
+        is_last: Whether an error is the user's own if the step raises it after this fallback.
+    """
+
+    is_last: ClassVar[bool] = False
+
+    def __init__(self, failure: Failure, parts: RunParts) -> None:
+        self._failure, self._parts = failure, parts
+
+    @abstractmethod
+    def prepare(self) -> bool:
+        """Changes something, once the step is taken back.
+
+        Returns:
+            False if there is nothing (left) to change. Then the next fallback follows.
+        """
+
+    def in_force(self) -> AbstractContextManager[None]:
+        """The context in which the step runs again."""
+        return nullcontext()
+
+    def succeeded(self) -> None:
+        """Tells the report, after the step has run. The default says nothing."""
+        return
+
+
+class RevertSuspects(Fallback):
+    """Takes back the techniques that the error speaks of, one after the other."""
+
+    _names: list[str] | None = None  # those that are left
+    _certain: Collection[str] = ()  # those that go whether they are in force or not
+    _reverted = ""
+
+    @override
+    def prepare(self) -> bool:
+        error, parts = self._failure.error, self._parts
+        if self._names is None:
+            # What another turn has left behind may be what this step could not take.
+            self._certain = {*parts.outputs.mend(), *(self._failure.suspects if isinstance(error, EditError) else ())}
+            self._names = list(dict.fromkeys([*self._certain, *self._failure.suspects]))
+        while self._names:
+            name = self._names.pop(0)
+            if name in self._certain or self._is_in_force(name):
+                self._reverted = name
+                parts.revert(name, str(error) if isinstance(error, EditError) else self._failure.remark)
+                return True
+        return False
+
+    @override
+    def succeeded(self) -> None:
+        self._parts.engine.report.note(f"{self._failure.remark}, and ran without {self._reverted}")
+
+    def _is_in_force(self, name: str) -> bool:
+        return self._parts.precision.is_ours if name == "precision" else self._parts.engine.has(name)
+
+
+class RevertOptionOnTrial(Fallback):
+    """Takes back the option that live trials had put on for this step."""
+
+    _is_done = False
+
+    @override
+    def prepare(self) -> bool:
+        if self._is_done:
+            return False
+        self._is_done = True
+        return self._parts.revert_option_on_trial(self._failure.error)
+
+    @override
+    def succeeded(self) -> None:
+        error = one_line(self._failure.error)
+        self._parts.engine.report.note(f"a step with an option on trial raised {error}, and ran without it")
+
+
+class RevertAll(Fallback):
+    """Takes back everything: the step runs as the user wrote it, and so does the rest of the run."""
+
+    is_last = True
+
+    @override
+    def prepare(self) -> bool:
+        self._parts.end_trials()
+        self._parts.engine.revert_all(self._failure.remark)
+        model = self._parts.module.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            # The other ranks are past the broadcast of buffers. DDP's forward sets this again for the next one.
+            model.require_forward_param_sync = False
+        return True
+
+    @override
+    def in_force(self) -> AbstractContextManager[None]:
+        return self._parts.precision.in_float32()
+
+    @override
+    def succeeded(self) -> None:
+        self._parts.engine.join_after_failure()
+        self._parts.engine.degrade(
+            f"{self._failure.remark}, and ran when it was repeated without the edits of this plugin: all of them are"
+            " taken back"
+        )
+
+
+class NeedLessMemory(Fallback):
+    """Puts on what needs less memory and changes no number, one technique after the other, the cheapest first."""
+
+    @override
+    def prepare(self) -> bool:
+        return self._failure.trains and self._parts.memory.put_on_next()
+
+
+class EndTrialStep(Fallback):
+    """Takes back everything if the step was a trial step: the trial itself may be what has no memory."""
+
+    @override
+    def prepare(self) -> bool:
+        if not self._parts.engine.is_trying:
+            return False
+        self._parts.engine.revert_all(self._failure.remark)
+        self._parts.end_trials()
+        return True
+
+
+class FreeCaches(Fallback):
+    """Runs a step of evaluation once more, since the caches of the failed one are free now."""
+
+    _is_done = False
+
+    @override
+    def prepare(self) -> bool:
+        is_first, self._is_done = not (self._is_done or self._failure.trains), True
+        return is_first
+
+
+def fallbacks_for(failure: Failure, parts: RunParts) -> Sequence[Fallback]:
+    """The fallbacks for a failure, in the order in which they are tried."""
+    after_oom = RevertOptionOnTrial, NeedLessMemory, EndTrialStep, FreeCaches
+    kinds: Sequence[type[Fallback]] = (
+        after_oom if failure.lacks_memory else (RevertSuspects, RevertOptionOnTrial, RevertAll)
+    )
+    return [kind(failure, parts) for kind in kinds]

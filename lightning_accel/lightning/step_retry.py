@@ -1,0 +1,257 @@
+"""The retry layer: it takes a failed step back, and runs it again with less of ours, or with less memory.
+
+No technique is worth a run. Whatever a step raises, this layer restores what the step has changed (random streams,
+buffers and all else) and runs the step again, after one fallback after the other
+(:mod:`~lightning_accel.lightning.fallbacks`). The last fallback is the step as the user wrote it. If that raises as
+well, the error is the user's own, and they get it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_accel.core.checks import SettingError
+from lightning_accel.core.oom_errors import free_what_failed, is_out_of_memory, without_frames
+from lightning_accel.core.report import AccelError, EditError
+from lightning_accel.lightning.error_attribution import suspects
+from lightning_accel.lightning.fallbacks import Failure, RunParts, fallbacks_for
+from lightning_accel.lightning.packages import Strategy
+from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD
+from lightning_accel.lightning.step_snapshot import Attempt, SmallState, begins_gradients
+from lightning_accel.step.pipeline import STEPS, Call, Layer
+
+# The end of a loader that the step itself reads, and what we tell the user on purpose.
+_NOT_OURS = (StopIteration, SettingError, AccelError)
+
+
+class StepRetry(Layer):
+    """Runs the failed steps of one run again.
+
+    A step cannot run again if an optimizer has stepped in it, if its gradients were added to older ones, or if it reads
+    its loader itself. Its exception then goes through as it is.
+
+    Args:
+        parts: The parts of the run that the fallbacks change.
+        strategy: The strategy of the run.
+    """
+
+    name = "retry"
+
+    def __init__(self, parts: RunParts, strategy: Strategy) -> None:
+        super().__init__([(strategy, STEPS), (parts.precision, ("backward", "optimizer_step"))])
+        self._parts, self._module, self._engine = parts, parts.module, parts.engine
+        # DistributedDataParallel calls the module's own step after it has sent the buffers of rank 0 to all ranks.
+        self._broadcast = _AfterBroadcast(self) if parts.module.trainer.world_size > 1 else None
+        self._attempt: Attempt | None = None
+        self._is_stepping = False
+        self._gone_backward: Attempt | None = None  # the attempt whose gradients an optimizer is about to apply
+        self._state: SmallState | None = None
+
+    @override
+    def _apply(self) -> None:
+        super()._apply()
+        if self._broadcast is not None:
+            self._broadcast.apply()
+
+    @override
+    def _undo(self) -> None:
+        if self._broadcast is not None:
+            self._broadcast.undo()
+        super()._undo()
+
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if stage == "backward":
+            # Without an attempt, nothing of ours is in force. With manual optimization, it is a part of the step.
+            is_part = self._attempt is None or not self._module.automatic_optimization
+            return call(*args, **kwargs) if is_part else self._backward(call, *args, **kwargs)
+        if stage == "optimizer_step":
+            return self._optimizer_step(call, *args, **kwargs)
+        trains = stage == "training_step"
+        outputs = self._step(trains, call, args, kwargs)
+        if not (trains and self._module.automatic_optimization):
+            self._attempt = None  # frees its batch before the next one comes
+        return outputs
+
+    def keep_again(self) -> None:
+        """Takes the snapshot of the attempt anew: rank 0 has sent its buffers since the step began."""
+        if self._attempt is not None:
+            self._attempt.keep_again(self._state)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether the step under way can run again, if somebody raises an :class:`EditError` in it."""
+        return self._attempt is not None and not self._is_one_of_several() and self._attempt.can_be_repeated()
+
+    # -- the stages of a step --------------------------------------------------------------------------------------
+
+    def _step(self, trains: bool, call: Call, args: Any, kwargs: Any) -> Any:
+        self._attempt = None
+        if not (self._parts.is_in_force() or (trains and self._parts.memory.may_run_out((args, kwargs)))):
+            return call(*args, **kwargs)
+        try:
+            state = None
+            if not self._engine.is_trying:
+                state = self._state = self._state or SmallState(self._module)
+            attempt = self._attempt = Attempt(call, (args, kwargs), self._module, state)
+        except Exception:  # what cannot be copied cannot be restored: such a step runs once, as the user's own
+            self._state = None
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            has_gone_backward, self._attempt = self._attempt is not attempt, None
+            if has_gone_backward or not self._may_repeat(attempt, error):
+                raise
+            failure = self._failure(attempt, error, trains=trains)
+        # Outside of the handler, so that an error of the user's own does not carry ours as its context.
+        outputs = self._run_again(failure, lambda repeat: repeat())
+        self._attempt = attempt  # the backward pass may still raise
+        return outputs
+
+    def _backward(self, call: Call, loss: Any, *args: Any, **kwargs: Any) -> None:
+        attempt, self._attempt = self._attempt, None
+        assert attempt is not None, "around() has asked"
+        precision, trainer = self._parts.precision, self._module.trainer
+        try:
+            call(loss, *args, **kwargs)
+            is_first = begins_gradients(trainer) and not self._is_one_of_several()
+            if is_first and self._parts.outputs.has_drawn(laid_out=True) and attempt.can_be_repeated():
+                raise EditError("memory_format", DRAWS_GOING_BACKWARD)
+            self._gone_backward = attempt if self._is_stepping else None
+            return
+        except Exception as error:
+            if not (self._gradients_are_new(error) and self._may_repeat(attempt, error)):
+                raise
+            failure = self._failure(attempt, error)
+        precision.let_go_of(loss)  # whose graph the Trainer still holds
+
+        def again(repeat: Call) -> None:
+            self._module.zero_grad(set_to_none=True)
+            outputs = repeat()
+            # As Lightning does with what a step returns.
+            repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            call(precision.scaled(repeated / trainer.accumulate_grad_batches), *args, **kwargs)
+
+        self._run_again(failure, again)
+
+    def _optimizer_step(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Runs an optimizer's step: within it Lightning calls the step of the module, and the backward pass.
+
+        If the optimizer raises after these, and has written to no parameter, all three run again.
+        """
+        self._is_stepping = True
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            attempt = self._gone_backward
+            may_repeat = attempt is not None and not is_out_of_memory(error) and self._gradients_are_new(error)
+            if attempt is None or not may_repeat or not self._may_repeat(attempt, error):
+                raise
+            failure = self._failure(attempt, error)
+        finally:
+            self._is_stepping, self._gone_backward = False, None
+        return self._run_again(failure, lambda repeat: call(*args, **kwargs))
+
+    # -- whether a step may run again ------------------------------------------------------------------------------
+
+    def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
+        if isinstance(error, _NOT_OURS):
+            return False
+        if not (isinstance(error, EditError) or is_out_of_memory(error) or self._parts.is_in_force()):
+            return False
+        # Other ranks wait for what a trial of this one has found. They wait for nothing else.
+        is_alone = not self._is_one_of_several() or self._engine.is_trying
+        if is_out_of_memory(error) and (self._parts.memory.lets_pass or not is_alone):
+            return False
+        return attempt.can_be_repeated()
+
+    def _is_one_of_several(self) -> bool:
+        return self._module.trainer.world_size > 1
+
+    def _gradients_are_new(self, error: Exception) -> bool:
+        # Ranks wait for each other in a backward pass. So one rank alone cannot run it a second time.
+        if not self._module.automatic_optimization or self._is_one_of_several():
+            return False
+        if not begins_gradients(self._module.trainer):
+            self._parts.memory.because("its gradients were added to those of earlier batches and cannot be told apart")
+            return False
+        return True
+
+    def _failure(self, attempt: Attempt, error: Exception, *, trains: bool = True) -> Failure:
+        lacks_memory = is_out_of_memory(error) and not self._is_one_of_several()
+        if lacks_memory:
+            self._parts.memory.saw(error)  # while the frames of the error are there
+        suspected = suspects(error)
+        return Failure(attempt, without_frames(error), suspected, lacks_memory=lacks_memory, trains=trains)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _run_again(self, failure: Failure, run: Call) -> Any:
+        """Runs a failed step again, after one fallback after the other.
+
+        Args:
+            failure: What the step raised.
+            run: Takes a function that runs the step, calls it, and goes on as far as the step had come.
+
+        Raises:
+            Exception: What the step raised at last, if no fallback is left.
+        """
+        attempt = failure.attempt
+        args, kwargs = attempt.given
+        for fallback in fallbacks_for(failure, self._parts):
+            while True:
+                if failure.lacks_memory:
+                    self._engine.apply_updates()
+                    free_what_failed(self._module.device)
+                self._take_back(failure)
+                if not fallback.prepare():
+                    break
+                try:
+                    with fallback.in_force():
+                        outputs = run(lambda: attempt.step(*args, **kwargs))
+                except Exception as error:
+                    if fallback.is_last or not self._may_go_on(failure, error):
+                        raise
+                    continue
+                fallback.succeeded()
+                if failure.lacks_memory:
+                    self._parts.memory.ran()
+                return outputs
+        raise failure.error
+
+    def _may_go_on(self, failure: Failure, error: Exception) -> bool:
+        """Whether the next fallback may follow, after the step has raised again."""
+        if isinstance(error, _NOT_OURS) or not failure.attempt.can_be_repeated():
+            return False
+        if not failure.lacks_memory:
+            return not is_out_of_memory(error)
+        if not is_out_of_memory(error):
+            return self._parts.memory.take_off(error)
+        self._parts.memory.saw(error)
+        failure.error = without_frames(error)
+        return True
+
+    def _take_back(self, failure: Failure) -> None:
+        try:
+            failure.attempt.take_back()
+        except Exception:  # a repetition would not begin where the step did
+            raise failure.error from None
+
+
+class _AfterBroadcast(Layer):
+    """Stands around the module's own steps, which follow the broadcast of rank 0's buffers."""
+
+    name = "retry"
+
+    def __init__(self, retry: StepRetry) -> None:
+        super().__init__([(retry._module, STEPS)])
+        self._retry = retry
+
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        self._retry.keep_again()
+        return call(*args, **kwargs)

@@ -1,0 +1,187 @@
+"""One step in an order that can be read: each method of Lightning's is patched once, and calls its layers in `ORDER`.
+
+A step of training runs from the outside in::
+
+    timeline → logger → xla → oom_report → retry → outputs → split → Lightning's own training_step
+        → precision → techniques → the user's training_step
+
+The last three are no layers: Lightning calls the contexts of the precision plugin within its own ``training_step``, and
+the plugin enters autocast first and then the techniques. ``backward`` and ``optimizer_step`` pass the same layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from lightning_accel.core.patch import MethodPatch, Patch
+
+ORDER = (
+    "timeline",  # tells those who time or trace a step which phase begins and ends
+    "logger",  # calls the hooks of a SpeedMemoryLogger that is none of the user's callbacks
+    "xla",  # ends steps that XLA records, and counts what it compiles
+    "oom_report",  # raises a page in place of the bare error where memory has run out
+    "retry",  # takes a failed step back, and runs it again with less of ours or with less memory
+    "outputs",  # hands on what outlives a step in the dtype and the layout that it has in a plain run
+    "split",  # sends a batch through the step in parts
+    "preprocess",  # prepares batches: in a pipeline around the loader, or at their transfer
+    "techniques",  # gives loaders and batches to the techniques
+)
+
+Call = Callable[..., Any]
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""The methods of a strategy that run one step."""
+
+
+class Layer(Patch):
+    """One thing that is done around methods of Lightning's objects. It has its place in :data:`ORDER`.
+
+    Attributes:
+        name: The place in :data:`ORDER`.
+
+    Args:
+        targets: Pairs of an object and the names of its methods.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, targets: Iterable[tuple[Any, Collection[str]]]) -> None:
+        self._targets = [(owner, method) for owner, methods in targets for method in methods]
+        methods = ", ".join(f"{type(owner).__name__}.{method}" for owner, method in self._targets)
+        super().__init__(f"{self.name} around {methods}", "a layer of the step")
+        self._chains: list[_Chain] = []
+
+    @abstractmethod
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method, and does what the layer is for before, after or instead.
+
+        Args:
+            stage: The method's name.
+            call: The method without this layer: the layers inside of it, then Lightning's own.
+            args: The arguments of the method.
+            kwargs: The same by name.
+
+        Returns:
+            What the method returns.
+        """
+
+    @override
+    def _apply(self) -> None:
+        for owner, method in self._targets:
+            chain = _chain_of(owner, method) or _Chain(owner, method)
+            chain.add(self)
+            self._chains.append(chain)
+
+    @override
+    def _undo(self) -> None:
+        while self._chains:
+            self._chains.pop().remove(self)
+
+
+class _Chain:
+    """One method of one object, and the layers around it."""
+
+    def __init__(self, owner: Any, method: str) -> None:
+        if not callable(getattr(owner, method)):
+            raise TypeError(f"{type(owner).__name__}.{method} is no method.")
+        self.owner, self.method = owner, method
+        self.layers: list[Layer] = []
+        self._patch = MethodPatch(method, "calls its layers", owner, method, self._wrapped)
+        self._original: Call = getattr(owner, method)
+        self.call = self._original
+
+    def add(self, layer: Layer) -> None:
+        # Of one name, the layer that comes later stands further outside.
+        self.layers = sorted([layer, *self.layers], key=lambda one: ORDER.index(one.name))
+        self._patch.apply()
+        self._compose()
+
+    def remove(self, layer: Layer) -> None:
+        self.layers = [one for one in self.layers if one is not layer]
+        self._compose()
+        if not self.layers:
+            self._patch.undo()
+
+    def _wrapped(self, original: Call) -> Call:
+        self._original = types.MethodType(original, self.owner)
+
+        def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
+            # A copy of the owner has the attribute, too. The layers are not for its steps.
+            return self.call(*args, **kwargs) if caller is self.owner else original(caller, *args, **kwargs)
+
+        method.chain = self  # type: ignore[attr-defined]
+        return method
+
+    def _compose(self) -> None:
+        self.call = self._original
+        for layer in reversed(self.layers):
+            self.call = functools.partial(layer.around, self.method, self.call)
+
+
+def _chain_of(owner: Any, method: str) -> _Chain | None:
+    """The chain of a method, below whatever others have wrapped around it; None if there is none."""
+    function = getattr(vars(owner).get(method), "__func__", None)
+    while function is not None:
+        chain = vars(function).get("chain")
+        if isinstance(chain, _Chain) and chain.owner is owner and chain.layers:
+            return chain
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+class StepPipeline:
+    """The layers that one run has around its steps. They stand, or stand aside, together.
+
+    Args:
+        layers: In any order; :data:`ORDER` decides.
+    """
+
+    def __init__(self, layers: Iterable[Layer] = ()) -> None:
+        self._layers: list[Layer] = []
+        self.add(*layers)
+
+    def add(self, *layers: Layer) -> None:
+        """Puts layers around their methods. If one cannot be put there, those before it stay.
+
+        Args:
+            layers: New ones.
+        """
+        for layer in layers:
+            layer.apply()
+            self._layers.append(layer)
+
+    def stand_aside(self) -> None:
+        """Leaves the methods to Lightning until :meth:`stand`."""
+        for layer in reversed(self._layers):
+            layer.undo()
+
+    def stand(self) -> None:
+        """Puts all layers around their methods again."""
+        for layer in self._layers:
+            layer.apply()
+
+    def clear(self) -> None:
+        """Leaves the methods to Lightning for good."""
+        self.stand_aside()
+        self._layers.clear()
+
+    def __repr__(self) -> str:
+        layers = sorted(self._layers, key=lambda layer: ORDER.index(layer.name))
+        names = [layer.name if layer.is_applied else f"({layer.name}, stands aside)" for layer in layers]
+        return " → ".join([*dict.fromkeys(names), "Lightning"])
+
+
+def layers_around(owner: Any, method: str) -> Sequence[str]:
+    """The names of the layers around a method, from the outside in.
+
+    Args:
+        owner: A strategy, a loop, a logger.
+        method: The name of its method.
+    """
+    chain = _chain_of(owner, method)
+    return [] if chain is None else [layer.name for layer in chain.layers]

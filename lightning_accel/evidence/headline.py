@@ -56,7 +56,7 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
     if not whole:
         return f"A run of {record.num_steps:,} steps: nothing was measured against plain"
     if not tuning.get("choices"):
-        return "As fast as plain: nothing that was tried on its own steps was faster for sure"
+        return "As fast as plain: no option was measurably faster on its own steps"
     ratio, low, high = (float(whole["interval"][name]) for name in ("ratio", "low", "high"))
     words = [f"{ratio:.2f}x [{low:.2f}, {'∞' if math.isinf(high) else f'{high:.2f}'}] over plain"]
     source = record.peak_memory_source

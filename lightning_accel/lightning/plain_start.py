@@ -299,7 +299,7 @@ class PlainStart:
         tuning = self._tuning()
         if tuning is None or self._kept.put_on or not tuning.is_nothing_for(turns):
             return False
-        self._end("nothing was faster for sure in an earlier run")
+        self._end("no option was measurably faster in an earlier run")
         return True
 
     def _is_known(self) -> bool:

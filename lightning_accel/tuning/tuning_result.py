@@ -90,6 +90,6 @@ class Tuning:
         if self.whole is None and not self.results:
             return "not tried: the run is too short"
         if self.whole is None or not self.choices:
-            return "nothing that was tried on whole steps was faster for sure"
+            return "no option was measurably faster; running unmodified"
         where = "steps of an earlier run" if self.is_earlier else "of your own steps"
         return f"{self.whole.interval} over plain, on {self.whole.turns} {where}"

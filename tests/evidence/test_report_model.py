@@ -48,7 +48,7 @@ def test_a_bound_that_is_not_known_is_told_as_such() -> None:
     [
         (record_of(), "A run of 64 steps without AccelPlugin: nothing was tried"),
         (with_header(record_of(), settings=WITH_PLUGIN), "A run of 64 steps: nothing was measured against plain"),
-        (tuned_record(1.0, 0.9, 1.1, {}), "As fast as plain: nothing that was tried on its own steps was faster"),
+        (tuned_record(1.0, 0.9, 1.1, {}), "As fast as plain: no option was measurably faster on its own steps"),
         (record_of(status="ValueError: no"), "Ended after 64 steps: ValueError: no"),
         (record_of(status="interrupted"), "Ended after 64 steps: interrupted"),
         (record_of(page="CUDA out of memory.\n\nStep 3"), "Out of memory after 64 steps: CUDA out of memory."),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
 from lightning_accel.step.pipeline import ORDER, Call, Layer, StepPipeline, layers_around
+
+ROOT = Path(__file__).parents[2]
 
 
 class Strategy:
@@ -118,3 +121,11 @@ def test_a_pipeline_reads_as_its_layers_from_the_outside_in() -> None:
 def test_a_method_that_is_none_is_named() -> None:
     with pytest.raises(TypeError, match=r"Strategy\.calls is no method"):
         StepPipeline([Noting("retry", Strategy(), ("calls",))])
+
+
+def test_contributing_draws_the_order() -> None:
+    drawn = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    step = drawn.partition("strategy.training_step(batch)\n")[2].partition("    Lightning's own")[0]
+    assert tuple(line.split()[0] for line in step.splitlines()) == ORDER
+    files = [line.split()[1] for line in step.splitlines()]
+    assert all((ROOT / file).exists() or (ROOT / "lightning_accel" / file).exists() for file in files)

@@ -1,9 +1,8 @@
-"""A training step that has run out of memory is answered: what needs less is put on, and the step runs again.
+"""What a run does about a lack of memory: it puts on what needs less, and ends with a page where nothing is left.
 
-What is put on changes no number, and stays for the rest of the run: packing, selective checkpointing, offloading (on a
-GPU), full checkpointing; whichever costs the least time comes first; then, on wish, the batch goes through the step in
-parts. Where nothing is left, or the step cannot be taken back, the run ends with a page in place of the bare error.
-Searches for a batch size live on that error: they get it.
+What it puts on changes no number, and stays for the rest of the run: packing, selective checkpointing, offloading (on a
+GPU), full checkpointing. The cheapest in time comes first. Last, if the user asks for it, the batch goes through
+the step in parts. A search for a batch size needs the bare error: it gets that.
 """
 
 from __future__ import annotations
@@ -19,46 +18,41 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import AccelWarning
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.oom_page import OPTIMIZER, OomPage
 from lightning_accel.lightning.packages import LightningModule
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.step_snapshot import begins_gradients
 from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
-from lightning_accel.memory.oom_report import SAME_WHERE, Remedy, StepMemoryError, error_with, page
+from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError
 from lightning_accel.memory.pressure import Pressure, Toll
 from lightning_accel.step.pipeline import STEPS, Call, Layer
 from lightning_accel.techniques.base import BuildContext
 
-OPTIMIZER = "optimizer's step"
 _WITHIN = {"training_step": "forward pass", "backward": "backward pass", "optimizer_step": OPTIMIZER}
 SPLIT = "split"
-"""The batch in parts, among what was put on."""
-
-_NOTHING_LEFT = "nothing is left that would need less memory and change no number"
-_OF_OTHERS = (
-    "several processes train together, and one of them cannot run a step again alone. Restart all of them with other"
-    " settings"
-)
+"""The name of the batch in parts, among what is put on."""
 
 
 class OomRecovery(Layer):
-    """What one run has against a lack of memory.
+    """What one run does about a lack of memory.
+
+    As a layer it raises the page in place of the bare error. The retry layer asks it for what needs less memory.
 
     Args:
         module: The module of the run.
         precision: The precision plugin of the run.
         engine: The engine at work on the module.
         context: What the techniques were made for.
-        is_on: Whether anything is put on, and pages are written; else errors are left as they are.
-        interrupt: Called where a step's time is not to be counted.
-        split: Halves the batch where nothing else is left; None: that was not asked for.
-        leave: Told of the page of a step that ends the run, before it does.
+        is_on: Whether it puts anything on and writes pages. If not, errors stay as they are.
+        interrupt: Is called when the time of the step under way must not count.
+        split: Halves the batch when nothing else is left; None if that was not asked for.
+        leave: Is told of the page of a step that ends the run, before the page is raised.
 
     Attributes:
-        put_on: What was, in its order, but for the batch in parts.
+        put_on: The techniques that were put on, in their order. The batch in parts is not among them.
     """
 
     name = "oom_report"
@@ -79,21 +73,20 @@ class OomRecovery(Layer):
         self.put_on: list[NamedFallback] = []
         self._module, self._engine, self._context = module, engine, context
         self._is_on = is_on
-        self._has_others = module.trainer.world_size > 1
-        self._may_answer = is_on and not self._has_others
+        self._may_answer = is_on and module.trainer.world_size == 1
         self._interrupt = interrupt
         self._split, self._leave = split, leave
         self._searches = Searches(module.trainer)
-        self._left: list[NamedFallback] | None = None  # found when first asked for
+        self._left: list[NamedFallback] | None = None  # found when somebody first asks
         self._pressure = Pressure(context.device)
         self._toll = Toll(context.device)
-        self._said = ""  # of what was put on, until what it costs is known
+        self._said = ""  # about what was put on, until its cost is known
         self._failed: tuple[str, Inventory] | None = None  # who asked, and who held what, when memory last ran out
-        self._answered: list[str] = []  # in the step under way
+        self._answered: list[str] = []  # the names of what was put on in the step under way
         self._batch: Any = None
         self._why = ""
 
-    # -- before and after a step -------------------------------------------------------------------------------
+    # -- before and after a step -----------------------------------------------------------------------------------
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -118,20 +111,13 @@ class OomRecovery(Layer):
         elif self._toll.step_begins():
             self._tell_toll()
 
-    def end(self, error: Exception, within: str) -> None:
-        """Raises the page in place of ``error``, if that is for want of memory and not to pass as it is."""
-        ending = self.ending(error, within)
-        if ending is not None:
-            self._leave(ending)
-            raise ending from error
-
     @property
     def lets_pass(self) -> bool:
-        """Whether errors are for somebody else to catch: a search for a batch size."""
+        """Whether somebody else catches the errors: a search for a batch size."""
         return self._searches.are_running()
 
     def may_run_out(self, given: Any) -> bool:
-        """Whether a net is wanted under the next training step, though nothing of ours is in force."""
+        """Whether the next training step may run out of memory, and could then run again with less."""
         return self._may_answer and self._pressure.may_run_out(given)
 
     def close(self) -> None:
@@ -139,16 +125,16 @@ class OomRecovery(Layer):
         self._tell_toll()
         self._batch = self._failed = None
 
-    # -- a step has run out --------------------------------------------------------------------------------------
+    # -- a step has run out ----------------------------------------------------------------------------------------
 
     def saw(self, error: Exception) -> None:
-        """Looks who asked, and who holds what, while the frames of the error are there."""
+        """Notes who asked for memory and who holds it, while the frames of the error are there."""
         trainer = self._module.trainer
         inventory = take_inventory(self._module, trainer.optimizers, self._batch, self._context.device, error)
         self._failed = who_asked(error, self._module), inventory
 
     def put_on_next(self) -> bool:
-        """Puts on what costs the least time of all that is left; whether there was anything."""
+        """Puts on the cheapest of what is left. Returns whether anything was left."""
         if not self._may_answer:
             return False
         if self._left is None:
@@ -156,7 +142,7 @@ class OomRecovery(Layer):
         while self._left:
             if self._can_be_had(self._left.pop(0)):
                 return True
-        self._why = f"{_NOTHING_LEFT}{self._not_tried()}"
+        self._why = f"nothing is left that would need less memory and change no number{self._not_tried()}"
         if self._split is None:
             return False
         why = self._split.halve(self._batch[0])
@@ -167,7 +153,11 @@ class OomRecovery(Layer):
         return True
 
     def put_on_again(self, put_on: Sequence[tuple[str, Any]]) -> None:
-        """Puts on what an earlier part of the run has: pairs of a technique and its settings, as :attr:`written`."""
+        """Puts on what an earlier part of the run has had.
+
+        Args:
+            put_on: Pairs of a technique and its settings, as in :attr:`written`.
+        """
         for named in self._not_yet() if put_on else ():
             if (named.name, named.settings) in [(name, settings) for name, settings in put_on]:
                 self._can_be_had(named)
@@ -184,12 +174,16 @@ class OomRecovery(Layer):
 
     @property
     def written(self) -> list[tuple[str, Any]]:
-        """What was put on, as checkpoints keep it."""
+        """What was put on, as checkpoints keep it: pairs of a technique and its settings."""
         most = None if self._split is None else self._split.most
         return [(one.name, one.settings) for one in self.put_on] + ([] if most is None else [(SPLIT, most)])
 
     def take_off(self, error: Exception) -> bool:
-        """Takes back what was put on last, as the step raised something else with it; whether there was anything."""
+        """Takes back what was put on last, since the step has raised something else with it.
+
+        Returns:
+            Whether anything was put on in this step.
+        """
         if not self._answered:
             return False
         if self._split is not None and self._answered[-1] == SPLIT:
@@ -200,7 +194,7 @@ class OomRecovery(Layer):
         return True
 
     def ran(self) -> None:
-        """Tells that the step was repeated and has run."""
+        """Says what was put on, after the step has run again."""
         self._interrupt()
         if self._answered and self._failed is not None:
             inventory = self._failed[1]
@@ -221,85 +215,61 @@ class OomRecovery(Layer):
         self._answered, self._failed = [], None
 
     def because(self, why: str) -> None:
-        """Why the step cannot run again, for the page."""
+        """Takes the reason why the step cannot run again, for the page."""
         self._why = why
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def ending(self, error: Exception, within: str) -> StepMemoryError | None:
-        """The page that is to end the run in place of ``error``; None where that is to pass as it is."""
+    def end(self, error: Exception, within: str) -> None:
+        """Raises the page in place of a lack of memory.
+
+        Args:
+            error: What a part of a step has raised. If it is no lack of memory, nothing happens.
+            within: The part: ``"forward pass"``, ``"validation_step"``.
+
+        Raises:
+            StepMemoryError: The page.
+        """
+        ending = self._ending(error, within)
+        if ending is not None:
+            self._leave(ending)
+            raise ending from error
+
+    def _ending(self, error: Exception, within: str) -> StepMemoryError | None:
         if not self._is_on or isinstance(error, StepMemoryError) or not is_out_of_memory(error) or self.lets_pass:
             return None
         try:
             if self._failed is None:
                 self.saw(error)
-            return self._page(error, within)
+            assert self._failed is not None, "that was noted"
+            page = OomPage(self._module, self._engine, self._split, self.put_on, self._not_yet())
+            may_split = self._may_split(within)
+            ending = page.error(error, within, *self._failed, self._batch, self._why, may_split=may_split)
         except Exception as wrong:
             self._engine.report.note(f"the page on a lack of memory could not be written: {one_line(wrong)}")
             return None
-
-    def _page(self, error: Exception, within: str) -> StepMemoryError:
-        assert self._failed is not None
-        asked, inventory = self._failed
-        trainer = self._module.trainer
-        is_training = within in ("forward pass", "backward pass", OPTIMIZER)
-        what = f"Training step {trainer.global_step} of epoch {trainer.current_epoch}"
-        is_split = self._split is not None and self._split.most is not None
-        where = f" in its {within}" if is_training else ""
-        if is_split and within == "forward pass":
-            where = " in one of its parts"
-        tried = [f"{named}: {self._came_to(named)}" for named in self.put_on]
-        tried += [f"out_of_memory='split': {self._split}"] if is_split else []
-        why = self._why or (_OF_OTHERS if self._has_others else "it could not be taken back and run again")
-        if within == OPTIMIZER:
-            why = "some of the gradients may have been applied"
-            asked = f"  {', '.join(type(one).__name__ for one in trainer.optimizers)}\n{asked}"
-        elif not is_training:
-            what, why = f"A {within.replace('_', ' ')}", "it keeps nothing for a backward pass that it could do without"
-        text = page(
-            error,
-            f"{what} ran out of memory{where}: {why}.",
-            asked,
-            inventory,
-            tried,
-            [] if within == OPTIMIZER or not is_training else self._remedies(),
-            next((len(tensor) for tensor in tensors_in(self._batch) if tensor.dim()), None),
-            trainer.accumulate_grad_batches if is_training else None,
-            may_split=self._may_split(within),
-        )
         self._failed = None
-        return error_with(text, error)
+        return ending
 
     def _may_split(self, within: str) -> bool:
         """Whether halves of the batch, which nobody has asked for, might have gone through the step."""
         can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
         return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
 
-    def _remedies(self) -> list[Remedy]:
-        found = [Remedy(one.name, one.settings, one.fallback.keeps, one.fallback.only_anew) for one in self._not_yet()]
-        if any(one.setting == "gradient_checkpointing" for one in found):  # of which the planner makes the best mix
-            found.insert(0, Remedy("memory_budget", "90%", None, "plans the fastest mix that fits, block by block"))
-        return found
-
-    # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _came_to(self, named: NamedFallback) -> str:
-        record = self._engine.report.of(named.name)
-        left_alone = [f"; {len(record.refusals)} left alone: {why}" for why in record.refusals.values()][:1]
-        return f"{record.outcome()} ({len(record.changes)} sites{''.join(left_alone)})"
+    # -- what needs less -------------------------------------------------------------------------------------------
 
     def _not_yet(self) -> list[NamedFallback]:
-        """What is neither in force, nor less than what is."""
+        """Those that are not put on, and that cost more than what is."""
         known = {named.name: named.fallback.costs for named in self.put_on}
         try:
             found = fallbacks_for(self._context)
-        except Exception as error:  # nothing of ours is to come in the way of the error that there is
+        except Exception as error:  # the user's error must not be hidden by one of ours
             self._engine.report.note(f"what could need less memory could not be found: {one_line(error)}")
             return []
         return [one for one in found if one.fallback.costs > known.get(one.name, -1.0)]
 
     def _not_tried(self) -> str:
-        """What there would be all the same."""
+        """What the user could do in addition, in words."""
         left = self._not_yet()
         if any(one.fallback.only_anew for one in left):
             return ", but for what a run can have from its beginning only"
@@ -311,7 +281,7 @@ class OomRecovery(Layer):
     def _can_be_had(self, named: NamedFallback) -> bool:
         if named.fallback.only_anew:
             return False
-        # What was not enough, and may be none at all: activations that are forgotten need not be packed.
+        # Activations that are forgotten need not be packed. So what was not enough goes.
         for former in [one for one in self.put_on if one.name in self._answered and one.fallback.keeps is None]:
             self._take_off(former, f"it was not enough, and {named.name} leaves little to it")
         technique = named.make(self._context)

@@ -1,8 +1,8 @@
-"""The plain beginning of a fit: its first steps run as the user wrote them, and tell what a step takes.
+"""The plain beginning of a fit: its first steps run as the user wrote them, and show how long a step takes.
 
-Most fits are short, small or tried once, and gain nothing. So a plan goes to work only once the run's purse can pay for
-it: for looking at the program and its sites, for their trials, and for the steps that are slower on trial. Until then
-nothing of ours stands around a step.
+Most fits are short, small or tried once, and gain nothing. So a plan goes to work only when the purse of the run can pay
+for it: for a look at the program and its sites, for their trials, and for the steps that are slower on trial. Until then
+no layer of ours stands around a step.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,14 +28,14 @@ from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.autocast_precision import nested
-from lightning_accel.lightning.batch_transfer import takes_loader
 from lightning_accel.lightning.live_trials import program_of, turns_left
-from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, Trainer, TrainerFn
+from lightning_accel.lightning.met_programs import PROGRAMS, Met, signature_of
+from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Trainer
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
+from lightning_accel.lightning.start_rules import is_rehearsal
 from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
@@ -44,79 +43,28 @@ from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.verdict_cache import Known, Program
 
 PLAIN_STEPS = 3
-"""That are timed at least; the first one fills caches, and does not count."""
+"""The least number of steps that are timed. The first one fills caches and does not count."""
 
-SHORT_ON_RANKS = 100
-"""Steps of the optimizer: a run of several ranks that has fewer is not accelerated unless it is asked for by name."""
-
-_SURE_STEPS = 15  # by which what a step takes is known; a GPU's first ones are over before they are done
-_LEAST_TURNS = 0.7  # that a run may pay for slower arms: fewer show nothing
-_WORTH = 0.1  # of the time that is left: the least that parts have to win which are tried later
-# A run waits so long at most until it can pay for all that it will be able to pay for.
-_WAIT, _WAIT_STEPS = 0.1, 300  # of the run, and steps
-_MOST_MET = 256
-
-
-@dataclass
-class Met:
-    """What this process knows of a program that it has trained before.
-
-    Attributes:
-        held: What its module held before its first step, in words, and the shapes of its first batch.
-        step_s: What a plain step took.
-        opening_s: What it took to put the plan to work; 0.0: the run was over before.
-        tuning: What live trials have settled.
-    """
-
-    held: tuple[str, Any]
-    step_s: float
-    opening_s: float = 0.0
-    tuning: Tuning | None = None
-
-
-_met: dict[Any, Met] = {}
-
-
-def asks_by_name(plan: Plan) -> bool:
-    """Whether a plan asks by name for something that is to be at work from the first step on."""
-    return plan.out_of_memory == "split" or any(
-        not (declaration.is_default(value := getattr(plan, name)) or declaration.is_off(value))
-        for name, declaration in declarations().items()
-        if name != "precision"  # which needs no edits
-    )
-
-
-def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str, kept: RunState) -> bool:
-    """Whether a run of ``plan``, which asks for nothing by name, begins as the user wrote it.
-
-    Not where no clock may decide, or what cannot be done is an error; nor on several ranks, whose layouts have to be
-    known before the first step. There a run that is known by then to be short is plain from end to end.
-    """
-    trainer = module.trainer
-    strategy: Strategy = trainer.strategy
-    by_clock = plan.tune == "auto" and plan.verify and not torch.are_deterministic_algorithms_enabled()
-    is_new = trainer.ckpt_path is None and not (kept.tuning or kept.decisions or kept.put_on)
-    is_to_stay = _is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
-    is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
-    has_scaler = precision == "16-mixed" and plan.precision == "auto"  # with which a step is of another kind
-    feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
-    # A step that takes its batches from the loader itself has no moment at which the plan could go to work.
-    return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
+_SURE_STEPS = 15  # after which the time of a step is known: on a GPU, the calls of the first ones return early
+_LEAST_TURNS = 0.7  # turns of slower arms that a run must be able to pay for: fewer show nothing
+_WORTH = 0.1  # a later trial may take this share of the time that is left, at most
+# A run waits until it can pay for everything that it will ever be able to pay for, but not longer than this.
+_WAIT, _WAIT_STEPS = 0.1, 300  # a share of the run; steps
 
 
 class PlainStart:
     """Decides when a fit that began plain is accelerated, and whether at all.
 
     Args:
-        module: About to be fitted.
-        host: Where.
+        module: The module that is about to be fitted.
+        host: The machine.
         plan: The settings.
         kept: What earlier runs have left.
-        purse: The run's.
-        make_run: Makes what puts the plan to work.
-        start: Has it go to work: told which techniques are left out, and why, and of the program.
-        stay_plain: Told that the whole run stays as the user wrote it, and why.
-        wins_untried: Whether there is something to win that needs no trial of its own: a precision of our choice.
+        purse: The purse of the run.
+        make_run: Makes the run that puts the plan to work.
+        start: Starts that run. It is given the techniques that are left out, each with the reason, and the program.
+        stay_plain: Is told the reason if the whole run stays as the user wrote it.
+        wins_untried: Whether something may win that needs no trial of its own: a precision of our choice.
     """
 
     def __init__(
@@ -144,7 +92,7 @@ class PlainStart:
         self._is_charged = False  # the step under way, to the purse
         self._paid = 0.0  # for trials, when it began
         self._ended: float | None = None  # that step, by its optimizer or its backward pass
-        self._cycles = 0
+        self._cycles = 0  # steps that were timed
         self._met_tuning: Tuning | None = None
         self._held = ""  # by the module before its first step, which changes it: in words
         self._first: list[Tensor] = []  # the first batch, without its data
@@ -157,29 +105,29 @@ class PlainStart:
 
     @property
     def trains(self) -> bool:
-        """Whether a batch that comes to the device now is one to train on."""
+        """Whether the next batch that comes to the device is one to train on."""
         return self._trainer.training
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether the module calls its optimizers itself: what a plain step runs in is then heard by :meth:`around`."""
+        """Whether the module calls its optimizers itself. Then :meth:`around` notices what a plain step raises."""
         return not self._module.automatic_optimization
 
     def begin_with(self, run: Run) -> None:
-        """Takes over a run that is there already, to answer a lack of memory."""
+        """Takes over a run that was made earlier, since memory may run out."""
         self._run = run
 
     def interrupt(self) -> None:
-        """Told that something else than training goes on: the step is over, and the time until the next is not its."""
+        """Ends the step under way, since something else than training goes on: that time is not the step's."""
         self._take_time(self._ended)
         self._began = self._ended = None
 
     def stepped(self) -> None:
-        """Told that a backward pass or an optimizer's step is over: what comes then may be another's."""
+        """Notes the end of an optimizer's step. The time after it may be somebody else's."""
         self._ended = seconds()
 
     def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """What a plain step runs in. With manual optimization it computes beyond the calls of optimizers, too."""
+        """The context of a plain step. With manual optimization, a step also computes outside of optimizer calls."""
         if not self.is_by_hand:
             return step
         return self if isinstance(step, contextlib.nullcontext) else nested(self, step)
@@ -191,7 +139,7 @@ class PlainStart:
             self.raised(error)
 
     def raised(self, error: Exception) -> None:
-        """Told what a plain step raised: of a lack of memory it leaves a page in the place of the bare error."""
+        """Raises a page in place of the error if a plain step has run out of memory."""
         if not is_out_of_memory(error) or self._plan.out_of_memory == "off":
             return
         with contextlib.suppress(Exception):  # the user's own error is worth more than what could be said of it
@@ -211,7 +159,7 @@ class PlainStart:
             self._purse.step_took(took)
 
     def batch(self, batch: Any) -> None:
-        """Told of every batch that is about to be trained on, before its step."""
+        """Is told of every batch to train on, before its step."""
         if self.is_over:
             self._purse.done += 1
             return
@@ -233,7 +181,7 @@ class PlainStart:
         self._began = seconds()
 
     def _follow(self, run: Run, took: float) -> None:
-        """Has the purse pay for what a step that was not plain, and is no turn of live trials, took more than plain."""
+        """Charges the purse with the extra time of a step that was not plain and was no turn of live trials."""
         paid, self._paid = self._purse.spent_s[TRIALS] - self._paid, self._purse.spent_s[TRIALS]
         if self._is_charged and self._purse.step_s is not None:  # beside what trials have paid themselves
             self._purse.pay(TRIALS, max(0.0, took - self._purse.step_s - paid))
@@ -241,12 +189,12 @@ class PlainStart:
         self._is_charged = run.live is not None and run.live.turns.trials is None
 
     def _meet(self, batch: Any) -> None:
-        """Before the first step: how long the run is, and what this process knows of the program."""
+        """Finds out, before the first step, how long the run is and what this process knows of the program."""
         trainer = self._trainer
         is_parallel = isinstance(trainer.strategy, ParallelStrategy)
         turns = turns_left(trainer)
         self._purse.steps = turns * self._purse.steps_a_turn
-        if _is_rehearsal(trainer):
+        if is_rehearsal(trainer):
             self._is_short = "a rehearsal"
         elif is_parallel or turns < MIN_TURNS:
             where = f" on {trainer.world_size} ranks" if trainer.world_size > 1 else ""
@@ -257,8 +205,8 @@ class PlainStart:
         with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
             tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
             self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
-            self._signature = _signature(self._module, self._plan)
-            met = _met.get(self._signature)
+            self._signature = signature_of(self._module, self._plan)
+            met = PROGRAMS.get(self._signature)
             if met is not None and not self._kept.put_on and self._is_known_to_be_short(met):
                 self._purse.step_took(met.step_s)
                 self._end(self._is_short or f"the run is too short: {turns:.0f} steps")
@@ -266,7 +214,7 @@ class PlainStart:
                 self._held = described(self._module)
         if self.is_over:
             return
-        met = _met.get(self._signature)
+        met = PROGRAMS.get(self._signature)
         if met is not None and met.held == self._whole:
             self._purse.step_took(met.step_s)
             self._met_tuning = met.tuning and replace(copy.deepcopy(met.tuning), is_earlier=True)
@@ -276,11 +224,11 @@ class PlainStart:
             self._ends_with_nothing(turns)
 
     def _may_be_known(self, turns: float) -> bool:
-        """Whether it is of use to describe the program: to find out what is kept of it, or to keep it."""
+        """Whether a description of the program is of use: to find its earlier verdicts, or to keep them."""
         return turns > PLAIN_STEPS and (not self._is_short or verdict_cache.are_kept())
 
     def _is_known_to_be_short(self, met: Met) -> bool:
-        """Whether the run will never pay for a look, though its steps take twice as long as batches let expect."""
+        """Whether the run can never pay for a look, even if its steps take twice as long as expected."""
         _, batch = self._whole
         now, then = (sum(shape.numel() for shape, _ in shapes) for shapes in (batch, met.held[1]))
         larger: float = max(1.0, now / max(1, then))
@@ -291,7 +239,7 @@ class PlainStart:
         return self._held, tuple((tensor.shape, tensor.dtype) for tensor in self._first)
 
     def _tuning(self) -> Tuning | None:
-        """What an earlier run has settled: of this module, of this program, or of one that looks like it."""
+        """What an earlier run has settled for this module, this program, or one that looks like it."""
         of_program = None if self._known is None else self._known.tuning
         return self._kept.tuning or of_program or self._met_tuning
 
@@ -334,10 +282,10 @@ class PlainStart:
                 run.live.recall(self._known, self._met_tuning)
         self._is_charged = True
         if self._signature is not None and purse.step_s is not None:
-            _met[self._signature] = Met(self._whole, purse.step_s, purse.spent_s["setting up"], self._tuning())
+            PROGRAMS[self._signature] = Met(self._whole, purse.step_s, purse.spent_s["setting up"], self._tuning())
 
     def _try_the_rest(self, run: Run) -> None:
-        """Begins again with what could not be paid for at first, once faster steps have earned as much."""
+        """Starts again with the techniques that were too expensive at first, once faster steps have saved as much."""
         settled = None if run.live is None or not self._owed_s else run.live.settled
         if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
             return
@@ -355,7 +303,7 @@ class PlainStart:
         return can_pay and turns_left(self._trainer) >= MIN_TURNS  # else nobody could judge it
 
     def goes_on(self) -> bool:
-        """Told that nothing has won of what was tried; whether it waits until the run can pay for the rest."""
+        """Returns whether the run waits until it can pay for the rest, after nothing has won so far."""
         can_ever = self._owed_s + self._opening_s <= self._purse.to_come_s
         if not (self._wins_untried and self._owed_s and can_ever):
             return False
@@ -364,17 +312,19 @@ class PlainStart:
 
     @functools.cached_property
     def _opening_s(self) -> float:
-        """About what it takes to put the plan to work, and the longer first steps after: by the number of modules.
+        """Estimated seconds to put the plan to work, with the longer first steps after it, by the number of modules.
 
-        Trials of parts are left out. What is compiled is compiled once more, for another number format.
+        It leaves the trials of techniques out. Compiled modules are compiled once more, for another number format.
         """
         modules = list(self._module.modules())
-        is_first = not any(met.opening_s for met in _met.values())  # what is imported, and measured once in a process
+        is_first = not any(
+            met.opening_s for met in PROGRAMS.values()
+        )  # what a process imports once
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
         return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
 
     def _open(self) -> bool:
-        """Looks at the program and its sites; whether there may be something to win."""
+        """Looks at the program and its sites. Returns whether there may be something to win."""
         purse = self._purse
         with purse.paying("setting up"):
             if self._program is None and not self._is_known():
@@ -398,7 +348,7 @@ class PlainStart:
         return True
 
     def _left_out(self, run: Run) -> dict[str, str] | None:
-        """The techniques whose trials the run cannot pay now, and why; None: it will soon be able to pay for more."""
+        """The techniques whose trials the run cannot pay now, with reasons; None if it can soon pay for more."""
         purse, step_s = self._purse, self._purse.step_s
         if step_s is None:  # a resumed run: its decisions hold
             return {}
@@ -420,7 +370,7 @@ class PlainStart:
         return left_out
 
     def _say(self, run: Run, left_out: Mapping[str, str]) -> None:
-        """Announces trials that the user will notice."""
+        """Announces trials that take long enough for the user to notice."""
         costs = run.engine.costs_s(self._purse.step_s or 0.0)
         tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
         if sum(tried.values()) > NOTICED_S:
@@ -432,33 +382,10 @@ class PlainStart:
         self._stay_plain(reason)
 
     def close(self) -> None:
-        """Keeps, for the next fit of this program, what live trials have settled, and what a step took."""
-        met, step_s = _met.get(self._signature), self._purse.step_s
+        """Keeps what live trials have settled and what a step took, for the next fit of this program."""
+        met, step_s = PROGRAMS.get(self._signature), self._purse.step_s
         if met is None and self._signature is not None and step_s is not None:
-            _met[self._signature] = Met(self._whole, step_s)
+            PROGRAMS[self._signature] = Met(self._whole, step_s)
         if met is not None and self._run is not None and self._run.live is not None:
             met.tuning = copy.deepcopy(self._run.live.settled) or met.tuning
         self._run, self.is_over = None, True
-
-
-def _is_rehearsal(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
-
-
-def _is_short_on_every_rank(trainer: Trainer) -> bool:
-    """Whether a fit is short by the Trainer's own limits, which are the same on every rank, whatever its loaders."""
-    limit, epochs, accumulated = trainer.limit_train_batches, trainer.max_epochs or -1, trainer.accumulate_grad_batches
-    turns = epochs * -(-limit // accumulated) if isinstance(limit, int) and epochs != -1 else math.inf
-    turns = turns if trainer.max_steps == -1 else min(turns, trainer.max_steps)
-    return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS
-
-
-def _signature(module: LightningModule, plan: Plan) -> Any:
-    """What tells a program from others of this process, for nearly nothing: classes, parameters, plan."""
-    if len(_met) > _MOST_MET:
-        _met.clear()
-    kinds = tuple(type(part) for part in module.modules())
-    shapes = tuple((p.shape, p.dtype) for p in module.parameters() if not torch.nn.parameter.is_lazy(p))
-    trainer = module.trainer
-    terms = torch.get_num_threads(), module.device, type(trainer.strategy), trainer.accumulate_grad_batches
-    return kinds, shapes, terms, plan

@@ -35,10 +35,11 @@ from lightning_accel.lightning.packages import (
     own,
     package_of,
 )
-from lightning_accel.lightning.plain_start import PlainStart, asks_by_name, begins_plain
+from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.lightning.run import Run, may_lack_memory
 from lightning_accel.lightning.run_state import RunState
+from lightning_accel.lightning.start_rules import asks_by_name, begins_plain
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget

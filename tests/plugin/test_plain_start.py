@@ -66,7 +66,7 @@ class There(Speed):
 
 @pytest.fixture(autouse=True)
 def _new_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_start, "_met", {})
+    monkeypatch.setattr(plain_start, "PROGRAMS", {})
     monkeypatch.setattr(Speed, "from_settings", classmethod(lambda cls, *_: There()))
 
 
@@ -470,7 +470,7 @@ def test_a_fit_of_much_larger_batches_is_not_taken_to_be_as_short() -> None:
 
 def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in (1_000, 250, 250):
-        monkeypatch.setattr(plain_start, "_met", {})  # as another process has it
+        monkeypatch.setattr(plain_start, "PROGRAMS", {})  # as another process has it
         with begun(2.0) as time:
             model = Beginner(time)
             fit(model, steps)
@@ -519,7 +519,7 @@ def test_a_test_after_a_fit_in_which_nothing_was_faster_is_plain() -> None:
 def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with begun(2.0) as time:
         fit(Beginner(time), 1_000)
-    monkeypatch.setattr(plain_start, "_met", {})  # as another process has it
+    monkeypatch.setattr(plain_start, "PROGRAMS", {})  # as another process has it
     with begun(2.0) as time:  # which the model holds
         model = Beginner(time)
         fit(model, 250)

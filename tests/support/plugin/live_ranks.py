@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lightning_accel.lightning import plain_start
+from lightning_accel.lightning import start_rules
 from support.live_runs import Speed, Timed, batches, fit, simulated
 from support.strategies.forks import in_ranks
 
@@ -23,7 +23,7 @@ RUNS = {  # how much faster a step is on each rank while the arm is on, and how 
     "faster on both": ((1.5, 1.4), 200),
     "faster on one": ((1.5, 0.8), 200),
 }
-SHORT_ON_RANKS = plain_start.SHORT_ON_RANKS  # a fork of the tests has none
+SHORT_ON_RANKS = start_rules.SHORT_ON_RANKS  # a fork of the tests has none
 LIMITED: dict[str, tuple[int, dict[str, Any]]] = {  # by the Trainer: batches of each rank's loader, and settings
     "known to be short": (20, {"max_steps": 20}),
     "known to be short, and uneven": (20, {"limit_train_batches": 12, "max_epochs": 2}),
@@ -44,7 +44,7 @@ def run_all(folder: Path, rank: int) -> None:
 
 
 def run_limited(folder: Path, rank: int) -> None:
-    plain_start.SHORT_ON_RANKS = SHORT_ON_RANKS
+    start_rules.SHORT_ON_RANKS = SHORT_ON_RANKS
     for name, (steps, settings) in LIMITED.items():
         with simulated(0.5) as time:
             Speed.latest = Speed()  # there is none in a plain run
@@ -53,7 +53,7 @@ def run_limited(folder: Path, rank: int) -> None:
             plugin = fit(Timed(time), loader=loader, devices=2, strategy="ddp", **settings, **uneven)
         status = plugin.report.of("speed").status
         (folder / f"{name}.{rank}.json").write_text(json.dumps(status), encoding="utf-8")
-    plain_start.SHORT_ON_RANKS = 0
+    start_rules.SHORT_ON_RANKS = 0
 
 
 if __name__ == "__main__":

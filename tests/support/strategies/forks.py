@@ -23,7 +23,7 @@ import torch._dynamo  # torch.optim imports it at its first step, in every rank 
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 
-from lightning_accel.lightning import plain_start
+from lightning_accel.lightning import start_rules
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -103,7 +103,7 @@ def _work(
     os.environ.update(variables)
     faulthandler.dump_traceback_later(0.9 * patience_s)
     torch.set_num_threads(1)
-    plain_start.SHORT_ON_RANKS = 0  # tests train for a few steps, which a run of a user's would leave as they are
+    start_rules.SHORT_ON_RANKS = 0  # tests train for a few steps, which a run of a user's would leave as they are
     try:
         function(rank)
     except BaseException:

@@ -1,0 +1,95 @@
+"""Builds the page that ends a run without memory, from what the run is and from what it has tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_accel.assembly import NamedFallback
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.engine import Engine
+from lightning_accel.lightning.packages import LightningModule
+from lightning_accel.lightning.split_batches import SplitBatches
+from lightning_accel.memory.inventory import Inventory
+from lightning_accel.memory.oom_report import Remedy, StepMemoryError, error_with, page
+
+OPTIMIZER = "optimizer's step"
+_TRAINING = ("forward pass", "backward pass", OPTIMIZER)
+_OF_OTHERS = (
+    "several processes train together, and one of them cannot run a step again alone. Restart all of them with other"
+    " settings"
+)
+
+
+class OomPage:
+    """The page of one step that has run out of memory.
+
+    Args:
+        module: The module of the run.
+        engine: The engine at work on it.
+        split: What sends batches through the step in parts; None if that was not asked for.
+        put_on: The techniques that were put on because a step had run out of memory.
+        left: Those that could still be put on, or that a new run could have.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: Engine,
+        split: SplitBatches | None,
+        put_on: Sequence[NamedFallback],
+        left: Sequence[NamedFallback],
+    ) -> None:
+        self._module, self._engine, self._split = module, engine, split
+        self._put_on, self._left = put_on, left
+
+    def error(
+        self, cause: Exception, within: str, asked: str, inventory: Inventory, batch: Any, why: str, *, may_split: bool
+    ) -> StepMemoryError:
+        """The error that ends the run, with the page as its message.
+
+        Args:
+            cause: What torch, Python or NumPy raised.
+            within: The part of the step: ``"forward pass"``, ``"validation_step"``.
+            asked: Which module asked for memory, in words.
+            inventory: Who held how much.
+            batch: The batch of the step.
+            why: Why the step cannot run again; empty if that is not known.
+            may_split: Whether halves of the batch might have gone through the step, if that had been asked for.
+        """
+        trainer = self._module.trainer
+        is_training = within in _TRAINING
+        is_split = self._split is not None and self._split.most is not None
+        what = f"Training step {trainer.global_step} of epoch {trainer.current_epoch}"
+        where = f" in its {within}" if is_training else ""
+        if is_split and within == "forward pass":
+            where = " in one of its parts"
+        why = why or (_OF_OTHERS if trainer.world_size > 1 else "it could not be taken back and run again")
+        if within == OPTIMIZER:
+            why = "some of the gradients may have been applied"
+            asked = f"  {', '.join(type(one).__name__ for one in trainer.optimizers)}\n{asked}"
+        elif not is_training:
+            what, why = f"A {within.replace('_', ' ')}", "it keeps nothing for a backward pass that it could do without"
+        text = page(
+            cause,
+            f"{what} ran out of memory{where}: {why}.",
+            asked,
+            inventory,
+            [*map(self._outcome, self._put_on), *([f"out_of_memory='split': {self._split}"] if is_split else [])],
+            self._remedies() if is_training and within != OPTIMIZER else [],
+            next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), None),
+            trainer.accumulate_grad_batches if is_training else None,
+            may_split=may_split,
+        )
+        return error_with(text, cause)
+
+    def _outcome(self, named: NamedFallback) -> str:
+        record = self._engine.report.of(named.name)
+        left_alone = [f"; {len(record.refusals)} left alone: {why}" for why in record.refusals.values()][:1]
+        return f"{named}: {record.outcome()} ({len(record.changes)} sites{''.join(left_alone)})"
+
+    def _remedies(self) -> list[Remedy]:
+        found = [Remedy(one.name, one.settings, one.fallback.keeps, one.fallback.only_anew) for one in self._left]
+        if any(one.setting == "gradient_checkpointing" for one in found):  # of which the planner makes the best mix
+            found.insert(0, Remedy("memory_budget", "90%", None, "plans the fastest mix that fits, block by block"))
+        return found

@@ -1,0 +1,57 @@
+"""Whether a fit begins as the user wrote it, by its plan and by the limits of its Trainer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lightning_accel.core.host import Host
+from lightning_accel.lightning.batch_transfer import takes_loader
+from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, Trainer, TrainerFn
+from lightning_accel.lightning.run_state import RunState
+from lightning_accel.settings import Plan
+from lightning_accel.techniques.registry import declarations
+
+SHORT_ON_RANKS = 100
+"""Optimizer steps: a run of several ranks that has fewer is accelerated only if the user asks for it by name."""
+
+
+def asks_by_name(plan: Plan) -> bool:
+    """Whether a plan asks by name for something that has to act from the first step on."""
+    return plan.out_of_memory == "split" or any(
+        not (declaration.is_default(value := getattr(plan, name)) or declaration.is_off(value))
+        for name, declaration in declarations().items()
+        if name != "precision"  # which needs no edits
+    )
+
+
+def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str, kept: RunState) -> bool:
+    """Whether a run begins as the user wrote it, given a plan that asks for nothing by name.
+
+    A run does not begin plain if no clock may decide, or if what cannot be done is an error. On several ranks, layouts
+    have to be known before the first step. There, only a run that is known to be short stays plain, from end to end.
+    """
+    trainer = module.trainer
+    strategy: Strategy = trainer.strategy
+    by_clock = plan.tune == "auto" and plan.verify and not torch.are_deterministic_algorithms_enabled()
+    is_new = trainer.ckpt_path is None and not (kept.tuning or kept.decisions or kept.put_on)
+    is_to_stay = is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
+    is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
+    has_scaler = precision == "16-mixed" and plan.precision == "auto"  # with which a step is of another kind
+    feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
+    # A step that takes its batches from the loader itself has no moment at which the plan could go to work.
+    return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
+
+
+def is_rehearsal(trainer: Trainer) -> bool:
+    """Whether a fit is there to be looked at, and not to train."""
+    return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
+
+
+def _is_short_on_every_rank(trainer: Trainer) -> bool:
+    """Whether a fit is short by the Trainer's own limits. They are the same on every rank, whatever its loaders."""
+    limit, epochs, accumulated = trainer.limit_train_batches, trainer.max_epochs or -1, trainer.accumulate_grad_batches
+    turns = epochs * -(-limit // accumulated) if isinstance(limit, int) and epochs != -1 else math.inf
+    turns = turns if trainer.max_steps == -1 else min(turns, trainer.max_steps)
+    return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS

@@ -1,4 +1,4 @@
-"""How a Trainer's batches get to the device: by a pipeline around each loader, or where Lightning transfers them."""
+"""The preprocess layer: batches get to the device by a pipeline around each loader, or where Lightning moves them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _HOOKS_BEFORE = ("on_before_batch_transfer", _TRANSFER)
 
 
 class BatchTransfer(Layer):
-    """Transfer and preprocessing under a Trainer, before ``on_after_batch_transfer``.
+    """Transfers and preprocesses the batches of a Trainer, before ``on_after_batch_transfer``.
 
-    A :class:`DevicePipeline` around each loader prepares batches ahead. Where the user has taken the transfer in hand,
-    or the strategy brings loaders of its own, every batch is preprocessed at its transfer instead.
+    A :class:`DevicePipeline` around each loader prepares batches ahead. If the user has overridden the transfer, or the
+    strategy brings loaders of its own, each batch is preprocessed at its transfer instead.
 
     Args:
-        trainer: About to run.
-        engine: Whose report says what happens to the batches.
-        transforms: What to do with each batch; none: only the transfer, where there is a device to transfer to.
-        dtype: What images come out in.
+        trainer: A Trainer that is about to run.
+        engine: The engine. Its report says what happens to the batches.
+        transforms: The transforms of each batch. Without any, batches are only moved, if there is a device.
+        dtype: The dtype of images after the transforms.
     """
 
     name = "preprocess"
@@ -89,7 +89,7 @@ class BatchTransfer(Layer):
             return call(*args, **kwargs)
 
     def _piped(self, loader: Any) -> Any:
-        """A pipeline around ``loader``; the loader itself where its batches have to pass through Lightning's hooks."""
+        """A pipeline around a loader; the loader itself if its batches have to pass through Lightning's hooks."""
         if self._why_inline or (self._takes_loader and self._preprocess is None):
             return loader
         strategy = self._trainer.strategy
@@ -123,7 +123,7 @@ class BatchTransfer(Layer):
         return transfer_batch_to_device
 
     def _each_loaders(self, batch: Any) -> Any:
-        """Preprocesses a batch; of one put together from several loaders, the part of each, as pipelines would."""
+        """Preprocesses a batch. If several loaders have made it, each part is preprocessed as in a pipeline."""
         combined = combined_loader(_loop_under_way(self._trainer))
         if combined is None or is_sequential(combined):
             return self._preprocessed(0, batch)
@@ -134,7 +134,7 @@ class BatchTransfer(Layer):
         return None if batch is None else self._preprocess(batch, self._position_of(loader_idx))
 
     def _position(self, pipeline: DevicePipeline) -> Position:
-        """Where the first batch of an iteration of ``pipeline`` stands."""
+        """The position of the first batch of an iteration of a pipeline."""
         combined = combined_loader(self._trainer.fit_loop)
         loaders = [] if combined is None else combined.flattened
         number = next((number for number, loader in enumerate(loaders) if loader is pipeline), None)
@@ -154,7 +154,7 @@ class BatchTransfer(Layer):
 
 
 def give_loaders_back(trainer: Trainer) -> None:
-    """Has a Trainer's loops iterate over the user's own loaders again."""
+    """Gives a Trainer's loops the user's own loaders back."""
     fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
     for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
         if (combined := combined_loader(loop)) is not None:
@@ -162,9 +162,9 @@ def give_loaders_back(trainer: Trainer) -> None:
 
 
 def _can_be_ahead(loader: Any) -> bool:
-    """Whether each batch has memory of its own, and is what it is whenever it is fetched.
+    """Whether batches may be fetched ahead: each has memory of its own and does not depend on when it is fetched.
 
-    A generator may fill one buffer over and over, be where it is for good, or give what the model has just made.
+    A generator may fill one buffer over and over, keep its position, or yield what the model has just made.
     """
     loader = stood_for(loader)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:

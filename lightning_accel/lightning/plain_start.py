@@ -1,8 +1,8 @@
 """The plain beginning of a fit: its first steps run as the user wrote them, and show how long a step takes.
 
-Most fits are short, small or tried once, and gain nothing. So a plan goes to work only when the purse of the run can pay
-for it: for a look at the program and its sites, for their trials, and for the steps that are slower on trial. Until then
-no layer of ours stands around a step.
+Most fits are short, small or tried once, and gain nothing. So a plan goes to work only when the run's purse can pay
+for it: for a look at the program and its sites, for their trials, and for slower steps on trial. Until then no layer of
+ours stands around a step.
 """
 
 from __future__ import annotations
@@ -317,9 +317,7 @@ class PlainStart:
         It leaves the trials of techniques out. Compiled modules are compiled once more, for another number format.
         """
         modules = list(self._module.modules())
-        is_first = not any(
-            met.opening_s for met in PROGRAMS.values()
-        )  # what a process imports once
+        is_first = not any(met.opening_s for met in PROGRAMS.values())  # what a process imports once
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
         return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
 

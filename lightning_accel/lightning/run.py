@@ -1,4 +1,4 @@
-"""A run in progress: its parts, made when it starts and put away when it ends."""
+"""One run of a Trainer: its parts are made when it starts, and closed when it ends."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.verdict_cache import Program
 
-_LOOK = 0.01  # of a turn, which a look before every switch may take
+_LOOK = 0.01  # the share of a turn that a look before every switch may take
 
 
 class RunPrecision(Protocol):
-    """What a run asks of the precision plugin: an :class:`AutocastPrecision`, or one for XLA."""
+    """What a run needs of the precision plugin: an :class:`AutocastPrecision`, or the one for XLA."""
 
     precision: Any
 
@@ -59,20 +59,20 @@ class RunPrecision(Protocol):
 
 
 class Run:
-    """A plan at work on a module that a Trainer has.
+    """A plan at work on the module of a Trainer.
 
     Args:
-        module: To fit, or to evaluate.
-        host: Where.
+        module: The module to fit or to evaluate.
+        host: The machine.
         plan: The settings.
-        precision: The run's.
+        precision: The precision plugin.
         kept: What earlier runs have left.
-        purse: What a fit that began plain may pay for trials; None: whatever they take.
-        loggers: Those to be told of what is settled.
+        purse: What a fit that began plain may pay for trials; None if trials may take any time.
+        loggers: Returns the loggers that are told what live trials have settled.
 
     Attributes:
-        engine: At work on the module once the run is started.
-        is_fitting: Whether it is fitted.
+        engine: The engine. It acts on the module once the run is started.
+        is_fitting: Whether the run is a fit.
         is_started: Whether the plan is at work.
         memory: What the run does about a lack of memory.
         pipeline: The layers around its steps. They stand aside for a step that runs as the user wrote it.
@@ -123,8 +123,8 @@ class Run:
     def _make_engine(self, host: Host) -> Engine:
         trainer, kept = self._module.trainer, self._kept
         is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-        # Training keeps the ranks in step. Evaluating, each has as many batches as it has, and none at all perhaps:
-        # only where shards are gathered does one depend on another, and may wait for what rank 0 decides.
+        # Training keeps the ranks in step. In evaluation each rank has its own number of batches, perhaps none. There,
+        # ranks depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
         steps_with_others = trainer.world_size > 1 and (self.is_fitting or is_sharded)
         engine = Engine(
             self._module,
@@ -135,7 +135,7 @@ class Run:
             agree=trainer.strategy.broadcast if steps_with_others else None,
             gather=gather if steps_with_others else None,
             is_sharded=is_sharded,
-            # What was tried without gradients does not hold with them: fitting decides for evaluating, not the reverse.
+            # A trial without gradients proves nothing for a fit. A trial in a fit holds for evaluation, too.
             decisions=kept.decisions if self.is_fitting else kept.decisions_without_gradients | kept.decisions,
             purse=self._purse,
             begins=False,
@@ -148,27 +148,27 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """Whose run it is."""
+        """The Trainer of the run."""
         return self._module.trainer
 
     @property
     def is_over(self) -> bool:
-        """Whether the rest of a fit that began plain is the user's own again: there is nothing to win, or to answer."""
+        """Whether a fit that began plain ends plain: nothing has won, and memory cannot run out."""
         if self._purse is None or not self.is_started or self.memory.put_on or may_lack_memory(self._context.device):
             return False
         return self.live is None or self.live.has_ended
 
     def guard(self) -> None:
-        """Has the steps before :meth:`start` answer a lack of memory, where there may be one."""
+        """Guards the steps before :meth:`start` against a lack of memory, if there may be one."""
         if self._is_answering and may_lack_memory(self._module.trainer.strategy.root_device):
             self.pipeline.add(*self._guards())
 
     def start(self, left_out: Mapping[str, str] | None = None, program: Program | None = None) -> None:
-        """Puts its parts to work. Whatever it raises: :meth:`close` undoes what was done.
+        """Puts the parts to work. If it raises, :meth:`close` undoes what it has done.
 
         Args:
-            left_out: Techniques that the run cannot pay for, and why.
-            program: That the module belongs to, where that was found out before.
+            left_out: The techniques that the run cannot pay for, each with the reason.
+            program: The program that the module belongs to; None if nobody has found that out.
         """
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
         techniques, wants_pipeline = self._context.techniques, getattr(trainer.strategy, "wants_pipeline", False)
@@ -231,7 +231,7 @@ class Run:
             yield self.memory
 
     def close(self) -> None:
-        """Leaves the module and the Trainer as they were, and writes down what the next run is to know."""
+        """Restores the module and the Trainer, and keeps what the next run has to know."""
         self.keep()
         self.memory.close()
         self._others.undo()
@@ -239,14 +239,14 @@ class Run:
         self.engine.undo()
 
     def keep(self) -> None:
-        """Writes down what was found out so far."""
+        """Keeps what the run has found out so far."""
         if self.is_fitting:
             self._kept.put_on = self.memory.written
         if self.live is not None:
             self._kept.tuning = self.live.settled
 
     def resume(self, decisions: Decisions) -> None:
-        """Goes on from a checkpoint that was read into what is kept."""
+        """Continues from a checkpoint, once it was read into what is kept."""
         self.engine.decisions.update(decisions)
         self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
         self.engine.carry_out(decisions)
@@ -254,12 +254,12 @@ class Run:
             self.live.resumed = self._kept.tuning
 
     def interrupt(self) -> None:
-        """Told that what comes next is no step of training."""
+        """Is told that no training step comes next."""
         if self.live is not None:
             self.live.turns.interrupt()
 
     def _leave_page(self, page: StepMemoryError) -> None:
-        """Leaves it as a file; of a fit its SpeedMemoryLogger does."""
+        """Leaves the page as a file. In a fit, the SpeedMemoryLogger does that."""
         if self._plan.log and not self.is_fitting:
             leave_page_of_evaluation(self._module.trainer, page)
 
@@ -270,21 +270,21 @@ class Run:
             self.engine.add_optimizers([optimizer])
 
     def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
-        """Brings the tensors of a checkpoint into the layouts that the user's own have."""
+        """Gives the tensors of a checkpoint the layouts of the user's own."""
         memory_format = self.engine.technique(MemoryFormat)
         if memory_format is not None:
             restore_layouts(checkpoint, self._module, self._module.trainer.optimizers, memory_format.strides())
 
     def _is_in_force(self) -> bool:
-        """Whether a step runs otherwise than the user wrote it: edited, or in a precision that we chose."""
+        """Whether a step differs from the user's own: it is edited, or its precision is our choice."""
         return self.engine.has_edits or self._precision.is_ours
 
     def _switched(self, is_plain: bool) -> None:
-        """Told, between two steps, that the next one runs otherwise than the last one.
+        """Is told, between two steps, that the next one runs in another way than the last one.
 
         Args:
-            is_plain: Whether it runs as the user wrote it. Then nothing of ours stands around it, or what the plan
-                gains would be measured from a plain run that is slower than the user's.
+            is_plain: Whether the next step runs as the user wrote it. Then the pipeline stands aside. Else the gain
+                would be measured against a plain step that is slower than the user's.
         """
         if self._outputs is not None and self._may_look():
             began = seconds()
@@ -301,7 +301,7 @@ class Run:
                 self.pipeline.stand()
 
     def _may_look(self) -> bool:
-        """Whether to look for what a step has left before the next switch: of small steps ever more rarely."""
+        """Whether to look for what a step has left before the next switch. After short steps, looks get rarer."""
         self._switches += 1
         turn_s = None if self._purse is None else self._purse.turn_s
         return turn_s is None or self._look_s <= _LOOK * turn_s or self._switches.bit_count() == 1

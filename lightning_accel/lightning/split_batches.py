@@ -1,8 +1,8 @@
-"""A batch in parts, which go through ``training_step`` and its backward pass one after the other within one step.
+"""The split layer: it sends a batch through ``training_step`` and its backward pass in parts, within one step.
 
-Gradients are weighted by the parts' shares of the samples: for a loss that is a mean over samples, and without batch
-statistics, they add up to those of the whole batch. Lightning sees one step: its loss has the value for the whole batch
-and the graph of the last part, and the gradients of the others are there when that one goes backward.
+The share of a part in the samples is its weight. So if the loss is a mean over samples and no layer uses batch
+statistics, the gradients add up to those of the whole batch. Lightning sees one step. Its loss has the value for the
+whole batch and the graph of the last part. The gradients of the other parts are there when the last part goes backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "out_of_memory"
 
 
 class SplitBatches(Layer):
-    """Splits the training batches of one run, once it is told to.
+    """Splits the training batches of one run, from the moment when :meth:`halve` or :meth:`begin` is called.
 
     Args:
         module: The module of the run.
@@ -40,7 +40,7 @@ class SplitBatches(Layer):
         scaled: Returns what a backward pass starts from, given the loss.
 
     Attributes:
-        most: How many samples a part has at most; None: batches are not split.
+        most: The largest number of samples in a part; None if batches are not split.
     """
 
     name = "split"
@@ -61,7 +61,7 @@ class SplitBatches(Layer):
     # -- how far -------------------------------------------------------------------------------------------------
 
     def begin(self, most: int) -> None:
-        """Splits from now on, as an earlier part of the run did."""
+        """Splits from now on, as the run did before its checkpoint."""
         why = self._why_never()
         if why:
             self._refuse(why)
@@ -69,7 +69,11 @@ class SplitBatches(Layer):
             self._set_limit(most)
 
     def halve(self, batch: Any) -> str:
-        """Has parts be at most half as large as what of ``batch`` was too large; why that cannot be, or nothing."""
+        """Halves the largest part, which was too large.
+
+        Returns:
+            Why that cannot be; empty if it is done.
+        """
         why = self._why_never()
         try:
             size = count_samples(batch)
@@ -88,7 +92,7 @@ class SplitBatches(Layer):
         return ""
 
     def give_up(self, why: str) -> None:
-        """Takes the latest halving back, and halves no more."""
+        """Takes the latest halving back, and never halves again."""
         self._given_up = f"in parts of {self.most} samples {why}"
         self._set_limit(self._former)
         self._refuse(self._given_up)
@@ -154,9 +158,10 @@ class SplitBatches(Layer):
 
     @contextmanager
     def _earlier_gradients_aside(self) -> Iterator[None]:
-        """Keeps apart what the parts add to gradients: Lightning zeroes these after ``training_step``.
+        """Keeps apart what the parts add to gradients, since Lightning zeroes gradients after ``training_step``.
 
-        So a part that raises has changed no gradient. Where nobody would see them before, they go now.
+        So a part that raises has changed no gradient. If nobody can see the old gradients before they are zeroed, their
+        memory is freed now.
         """
         module, optimizers = self._module, self._module.trainer.optimizers
         optimized = {p: None for one in optimizers for group in one.param_groups for p in group["params"]}
@@ -173,7 +178,7 @@ class SplitBatches(Layer):
                 parameter.grad = gradient
 
     def _zeroes_unseen(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients there are will be dropped at the end of ``training_step``, and nobody looks before."""
+        """Whether the present gradients are dropped after ``training_step``, and nobody looks at them before."""
         trainer, hook = self._module.trainer, "on_before_zero_grad"
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return (
@@ -185,7 +190,7 @@ class SplitBatches(Layer):
 
 
 def _joined(outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
-    """The outputs of all parts: tensors with a row for each sample put together, of everything else the last."""
+    """Joins the outputs of all parts: tensors with a row for each sample. Of everything else it takes the last."""
     joined = dict(outputs[-1])
     for name in joined:
         values = [one.get(name) for one in outputs]

@@ -1,8 +1,9 @@
-"""What outlives a step is as it would be plain, whatever the step computed in: in dtype and in layout.
+"""The outputs layer: what outlives a step has the dtype and the layout of a plain run.
 
-A step in bfloat16 or in channels_last may hand on what the next one, in float32 and in the user's layout, cannot take,
-and what hooks, callbacks and loggers do not expect. What a step returns is therefore brought to the plain form. What it
-leaves behind, in attributes, lists, closures, is looked for in the first steps and then ever more rarely.
+A step in bfloat16 or in channels_last may leave tensors that the next step, in float32 and in the user's layout, cannot
+take. Hooks, callbacks and loggers do not expect them either. So this layer converts what a step returns to the plain
+form. It also looks for what a step leaves in attributes, lists and closures: in the first steps, and then ever more
+rarely.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ DRAWS_GOING_BACKWARD = "a hook on the backward pass draws random numbers, in the
 
 @dataclass(frozen=True)
 class _Form:
-    """In which a step has tensors that would be in float32, and contiguous.
+    """The form of tensors in a step that would be in float32 and contiguous in a plain run.
 
     Attributes:
-        dtype: In the place of float32; None: float32.
+        dtype: The dtype in place of float32; None if it is float32.
         is_laid_out: Whether images are in channels_last.
     """
 
@@ -46,13 +47,13 @@ class _Form:
     is_laid_out: bool
 
     def technique(self, tensor: Tensor) -> str | None:
-        """The technique that has brought a tensor into this form; None: it is not in it."""
+        """The technique that has brought a tensor into this form; None if the tensor is not in it."""
         if tensor.dtype == self.dtype:
             return "precision"
         return "memory_format" if self.is_laid_out and is_channels_last(tensor) else None
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """A tensor as it would be; autocast makes 16 bits of nothing but float32."""
+        """The tensor in its plain form. Autocast makes 16-bit tensors from float32 only."""
         tensor = tensor.float() if tensor.dtype == self.dtype else tensor
         return tensor.contiguous() if self.is_laid_out and is_channels_last(tensor) else tensor
 
@@ -60,9 +61,9 @@ class _Form:
 class StepOutputs(Layer):
     """Watches over what leaves the steps of one run.
 
-    What a training step leaves in another form ends the technique that made it so: a number format, or a layout, is
-    switched between two steps only where none can be told from the other. What evaluation leaves is brought to the
-    plain form after every step.
+    If a training step leaves a tensor in another form, the technique that made it ends: live trials may switch a number
+    format or a layout between two steps only if nobody can tell the steps apart. What a step of evaluation leaves is
+    converted to the plain form after every such step.
 
     Args:
         module: The module of the run.
@@ -144,17 +145,21 @@ class StepOutputs(Layer):
             self._leaving |= self._brought_to_plain(self._looked_at)
 
     def has_drawn(self, *, laid_out: bool = False) -> bool:
-        """Whether the backward pass under way has drawn numbers, and a layout may be on; or ``laid_out``, was on."""
+        """Whether the backward pass under way has drawn random numbers while a layout may be on.
+
+        Args:
+            laid_out: Whether the layout must have been on in this very step.
+        """
         if self._draws is None or (laid_out and not (self._memory_format and self._memory_format.acts())):
             return False
         self._draws.has_drawn |= self._draws.have_moved()
         return self._draws.has_drawn
 
     def mend(self) -> list[str]:
-        """Brings to the plain form what former steps have left, before one runs that may not be able to take it.
+        """Converts what former steps have left to the plain form, before a step that may not be able to take it.
 
         Returns:
-            The techniques that had it in another form; they go before the next step.
+            The techniques that had it in another form. They are taken back before the next step.
         """
         if not self._steps:
             return []
@@ -189,7 +194,7 @@ class StepOutputs(Layer):
         return outputs
 
     def _find_own(self) -> None:
-        """Notes, before the first step, what the user has in such forms; a number format of theirs leaves us none."""
+        """Notes, before the first step, what the user has in such forms. If it is a number format, ours goes."""
         form = _Form(self._precision.chosen_dtype, is_laid_out=True)
         found = [*self._left_behind(form)]
         self._own = {id(tensor): tensor for _, tensor in found}
@@ -198,13 +203,13 @@ class StepOutputs(Layer):
                 self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
 
     def _is_in_sight(self, form: _Form) -> bool:
-        """Whether the module itself holds something in a form, or at the end of a list: every step can ask that."""
+        """Whether an attribute of the module, or the end of a list in it, is in a form. Each step can afford that."""
         values = [part[-1] if type(part) is list and part else part for part in vars(self._module).values()]
         own = self._own or {}
         return any(isinstance(t, Tensor) and form.technique(t) is not None and id(t) not in own for t in values)
 
     def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Looks for what a step has left in another form, and brings it to the plain one."""
+        """Looks for what a step has left in another form, and converts it to the plain one."""
         moved = [(p, before) for p, before in parameters if p.dtype != before.dtype]
         # What a backward pass will read stays until that is over; with manual optimization it is.
         goes_backward = name == "training_step" and self._module.automatic_optimization
@@ -224,7 +229,7 @@ class StepOutputs(Layer):
         self._leaving = reasons
 
     def _brought_to_plain(self, form: _Form, *, spares_graphs: bool = False, most: int = MOST) -> dict[str, str]:
-        """Brings what is held in a form to the plain one, whoever holds it; why, by technique."""
+        """Converts what anybody holds in a form to the plain one. Returns the reasons, by technique."""
         reasons: dict[str, str] = {}
         for way, tensor in self._left_behind(form, most):
             technique = form.technique(tensor)
@@ -238,7 +243,7 @@ class StepOutputs(Layer):
         return reasons
 
     def _left_behind(self, form: _Form, most: int = MOST) -> list[tuple[str, Tensor]]:
-        """What the user's objects hold in a form, and the way to it; not what they had in it before the first step."""
+        """What the user's objects hold in a form, each with the way to it. What they had before the run is left out."""
         callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
         own = self._own or {}
@@ -260,7 +265,7 @@ _MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a modul
 
 
 def users_hooks(trainer: Trainer, module: LightningModule) -> set[str]:
-    """The hooks of a module and of callbacks that are not Lightning's own, by the names of their actions."""
+    """The hooks that the user has written, of the module and of callbacks, by the names of their actions."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     its_base: Any = own(module, LightningModule)
     base: Any = own(trainer, Callback)

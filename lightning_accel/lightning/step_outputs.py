@@ -84,7 +84,6 @@ class StepOutputs(Layer):
         can_repeat: Callable[[], bool],
         revert: Callable[[str, str], None],
     ) -> None:
-        super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward",))])
         self._module, self._engine, self._precision = module, engine, precision
         self._can_repeat, self._revert = can_repeat, revert
         laid_out = engine.technique(MemoryFormat)
@@ -99,21 +98,10 @@ class StepOutputs(Layer):
         self._is_cut = False  # the latest look: there was too much to look at
         self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
 
-        self._hooks: ActionPatch | None = None  # of the user's, which are shown weights in their own layout
-        if self._memory_format is not None and (hooks := users_hooks(module.trainer, module)):
-            self._hooks = ActionPatch(module.trainer, hooks, self._hook_begins, self._hook_ends)
-
-    @override
-    def _apply(self) -> None:
-        super()._apply()
-        if self._hooks is not None:
-            self._hooks.apply()
-
-    @override
-    def _undo(self) -> None:
-        if self._hooks is not None:
-            self._hooks.undo()
-        super()._undo()
+        # The user's hooks are shown weights in their own layout.
+        hooks = users_hooks(module.trainer, module) if self._memory_format is not None else ()
+        companions = [ActionPatch(module.trainer, hooks, self._hook_begins, self._hook_ends)] if hooks else []
+        super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward",))], companions)
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:

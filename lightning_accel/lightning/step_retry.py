@@ -41,26 +41,14 @@ class StepRetry(Layer):
     name = "retry"
 
     def __init__(self, parts: RunParts, strategy: Strategy) -> None:
-        super().__init__([(strategy, STEPS), (parts.precision, ("backward", "optimizer_step"))])
         self._parts, self._module, self._engine = parts, parts.module, parts.engine
         # DistributedDataParallel calls the module's own step after it has sent the buffers of rank 0 to all ranks.
-        self._broadcast = _AfterBroadcast(self) if parts.module.trainer.world_size > 1 else None
+        companions = [_AfterBroadcast(self)] if parts.module.trainer.world_size > 1 else []
+        super().__init__([(strategy, STEPS), (parts.precision, ("backward", "optimizer_step"))], companions)
         self._attempt: Attempt | None = None
         self._is_stepping = False
         self._gone_backward: Attempt | None = None  # the attempt whose gradients an optimizer is about to apply
         self._state: SmallState | None = None
-
-    @override
-    def _apply(self) -> None:
-        super()._apply()
-        if self._broadcast is not None:
-            self._broadcast.apply()
-
-    @override
-    def _undo(self) -> None:
-        if self._broadcast is not None:
-            self._broadcast.undo()
-        super()._undo()
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 
 ORDER = (
     "timeline",  # tells those who time or trace a step which phase begins and ends
@@ -43,18 +43,22 @@ class Layer(Patch):
 
     Attributes:
         name: The place in :data:`ORDER`.
+        stands: Whether it is called; if not, it stands aside.
 
     Args:
         targets: Pairs of an object and the names of its methods.
+        companions: Other patches that are in force while the layer stands.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, targets: Iterable[tuple[Any, Collection[str]]]) -> None:
+    def __init__(self, targets: Iterable[tuple[Any, Collection[str]]], companions: Iterable[Patch] = ()) -> None:
         self._targets = [(owner, method) for owner, methods in targets for method in methods]
         methods = ", ".join(f"{type(owner).__name__}.{method}" for owner, method in self._targets)
         super().__init__(f"{self.name} around {methods}", "a layer of the step")
-        self._chains: list[_Chain] = []
+        self.companions = PatchSet(companions)
+        self.stands = True
+        self.chains: list[_Chain] = []
 
     @abstractmethod
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -75,12 +79,14 @@ class Layer(Patch):
         for owner, method in self._targets:
             chain = _chain_of(owner, method) or _Chain(owner, method)
             chain.add(self)
-            self._chains.append(chain)
+            self.chains.append(chain)
+        self.companions.apply()
 
     @override
     def _undo(self) -> None:
-        while self._chains:
-            self._chains.pop().remove(self)
+        self.companions.undo()
+        while self.chains:
+            self.chains.pop().remove(self)
 
 
 class _Chain:
@@ -99,11 +105,11 @@ class _Chain:
         # Of one name, the layer that comes later stands further outside.
         self.layers = sorted([layer, *self.layers], key=lambda one: ORDER.index(one.name))
         self._patch.apply()
-        self._compose()
+        self.compose()
 
     def remove(self, layer: Layer) -> None:
         self.layers = [one for one in self.layers if one is not layer]
-        self._compose()
+        self.compose()
         if not self.layers:
             self._patch.undo()
 
@@ -117,10 +123,12 @@ class _Chain:
         method.chain = self  # type: ignore[attr-defined]
         return method
 
-    def _compose(self) -> None:
+    def compose(self) -> None:
+        """Makes the call anew, after layers came, went or stood aside."""
         self.call = self._original
         for layer in reversed(self.layers):
-            self.call = functools.partial(layer.around, self.method, self.call)
+            if layer.stands:
+                self.call = functools.partial(layer.around, self.method, self.call)
 
 
 def _chain_of(owner: Any, method: str) -> _Chain | None:
@@ -156,23 +164,35 @@ class StepPipeline:
             self._layers.append(layer)
 
     def stand_aside(self) -> None:
-        """Leaves the methods to Lightning until :meth:`stand`."""
-        for layer in reversed(self._layers):
-            layer.undo()
+        """Leaves the steps to Lightning until :meth:`stand`."""
+        self._let_stand(False)
 
     def stand(self) -> None:
-        """Puts all layers around their methods again."""
+        """Puts all layers around the steps again."""
+        self._let_stand(True)
+
+    def _let_stand(self, stands: bool) -> None:
+        # Live trials do this between two steps: each method is composed once, whatever the number of its layers.
+        chains = {id(chain): chain for layer in self._layers for chain in layer.chains}
         for layer in self._layers:
-            layer.apply()
+            layer.stands = stands
+            if stands:
+                layer.companions.apply()
+            else:
+                layer.companions.undo()
+        for chain in chains.values():
+            chain.compose()
 
     def clear(self) -> None:
         """Leaves the methods to Lightning for good."""
-        self.stand_aside()
-        self._layers.clear()
+        while self._layers:
+            layer = self._layers.pop()
+            layer.undo()
+            layer.stands = True
 
     def __repr__(self) -> str:
         layers = sorted(self._layers, key=lambda layer: ORDER.index(layer.name))
-        names = [layer.name if layer.is_applied else f"({layer.name}, stands aside)" for layer in layers]
+        names = [layer.name if layer.stands else f"({layer.name}, stands aside)" for layer in layers]
         return " → ".join([*dict.fromkeys(names), "Lightning"])
 
 

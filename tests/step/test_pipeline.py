@@ -63,13 +63,31 @@ def test_a_method_is_patched_once_however_many_layers_it_has() -> None:
 def test_without_layers_the_method_is_the_objects_own() -> None:
     strategy = Strategy()
     pipeline = StepPipeline([Noting("retry", strategy), Noting("split", strategy, ("training_step", "backward"))])
-    pipeline.stand_aside()
-    assert "training_step" not in vars(strategy)
-    pipeline.stand()
-    strategy.training_step(1)
-    assert strategy.calls == ["retry", "split", "user"]
     pipeline.clear()
     assert vars(strategy).keys() == {"calls"}
+
+
+def test_a_pipeline_that_stands_aside_is_not_called_until_it_stands_again() -> None:
+    strategy = Strategy()
+    companion = Noting("timeline", strategy)
+    pipeline = StepPipeline([layer := Noting("retry", strategy), Noting("split", strategy)])
+    layer.companions.add(companion)
+    pipeline.stand_aside()
+    strategy.training_step(1)
+    assert strategy.calls == ["user"]
+    pipeline.stand()
+    strategy.training_step(1)
+    assert strategy.calls == ["user", "timeline", "retry", "split", "user"]
+
+
+def test_a_layer_keeps_its_place_though_it_came_while_others_stood_aside() -> None:
+    strategy = Strategy()
+    pipeline = StepPipeline([Noting("retry", strategy)])
+    pipeline.stand_aside()
+    StepPipeline([Noting("timeline", strategy), Noting("split", strategy)])
+    pipeline.stand()
+    strategy.training_step(1)
+    assert strategy.calls == ["timeline", "retry", "split", "user"]
 
 
 def test_a_deep_copy_of_the_object_has_no_layers() -> None:

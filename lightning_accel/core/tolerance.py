@@ -1,13 +1,13 @@
-"""The one rule by which numbers are judged: a candidate may be off by what the original is off, however it is summed.
+"""The one rule by which numbers are judged: the candidate's error may be as large as the original's own rounding error.
 
-A computation in floating point has no one result. The same original gives others when its sums are taken in another,
-equally legitimate order: with another number of threads, in two halves of the batch, with the batch turned round, from
-inputs that lie otherwise in memory, by another library of kernels. How far these are from the same computation in
-float64 is its *spread*; a candidate that is off by more than ``FACTOR`` spreads computes something else. Nothing here
-was fitted to a processor: what its libraries do to the original is measured where the run is. See docs/numbers.md.
+A computation in floating point has no single result. The same original gives other results if its sums are taken in
+another legitimate order: with another number of threads, in two halves of the batch, with the samples reversed, from
+inputs in another memory layout, by another library of kernels. The *spread* is how far these results are from the same
+computation in float64. A candidate that is off by more than ``FACTOR`` spreads computes something else. Nothing here
+was fitted to a processor: the spread is measured where the run is. See docs/numbers.md.
 
-A spread only grows with the orders that it is measured in. What is within that of a few is within that of all, and so
-:class:`Measuring` takes another one only while a candidate is in doubt; an objection stands when all were seen.
+A spread only grows with the number of orders. What is within the spread of a few orders is within that of all. So
+:class:`Measuring` computes another order only while a candidate is in doubt, and objects only after it has seen all.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from lightning_accel.core.patch import temporarily
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 FACTOR = 4.0
-"""How many spreads a candidate may be off: a handful of samples shows the order of a spread, not its end."""
+"""How many spreads a candidate may be off. A few samples show the size of a spread, but not its largest value."""
 
 APART = 1 + 1 / FACTOR
-"""How much farther than from the yardstick it may be from the original's own result: by as much as both are off."""
+"""A candidate may differ more from the original's own result than from float64, since both are off."""
 
 _BIAS_FLOOR = 1e-3
-"""A systematic error below this is not told from the bias of rounding itself."""
+"""Below this, a systematic error cannot be told apart from the bias of rounding."""
 
 _HALF_PRECISION = 1e-4
 
-_SMALLEST = 0.01  # of the largest norm: what is smaller may be zero but for rounding
+_SMALLEST = 0.01  # a share of the largest norm: a smaller tensor may be zero except for rounding
 
-_AT_ONCE = 1 << 14  # numbers that are widened together on a CPU: they stay in its cache, and in one thread
+_AT_ONCE = 1 << 14  # numbers that a CPU converts to float64 together: they stay in its cache and in one thread
 
 Call = Callable[..., Any]
 
@@ -50,9 +50,9 @@ class Deviation:
     """How far one result is from another.
 
     Attributes:
-        noise: The largest norm of a difference over the norm of what it should be.
-        bias: The largest relative error along the result itself, which noise has little of: 0.01 for a scale that is
-            off by 1%.
+        noise: The largest relative error: the norm of the difference over the norm of the true result.
+        bias: The largest relative error in the direction of the result itself: 0.01 for a scale that is off by 1%. Pure
+            noise has little of it.
     """
 
     noise: float = 0.0
@@ -64,12 +64,12 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Spread:
-    """What a candidate may be off by.
+    """How far a candidate may be off.
 
     Attributes:
-        allowed: The largest deviation that is let pass.
-        num_orders: In how many orders the original was seen, here and where it was alike.
-        is_whole: Whether these were all that there are.
+        allowed: The largest deviation that passes.
+        num_orders: The number of orders in which the original was computed, here and for similar computations.
+        is_whole: Whether these were all orders that there are.
     """
 
     allowed: Deviation = Deviation()
@@ -77,11 +77,14 @@ class Spread:
     is_whole: bool = False
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """How ``found`` is too far off, in words; empty where it is not.
+        """Says in words how a candidate is too far off.
 
         Args:
-            found: How far a candidate is off.
-            times: How many times as much is allowed, where more than the candidate is off.
+            found: The deviation of the candidate.
+            times: A factor on what is allowed, if ``found`` holds more errors than those of the candidate.
+
+        Returns:
+            The objection; empty if there is none.
         """
         for what, off, allowed in (
             ("relative error", found.noise, times * self.allowed.noise),
@@ -93,19 +96,20 @@ class Spread:
 
 
 class Measuring:
-    """The spread of an original, of which only as much is computed as a verdict takes.
+    """Measures the spread of an original, as far as a verdict needs it.
 
-    A run that is off by more than the square root of the rounding is no other order of the same sums (batch statistics
-    of half a batch, say) and does not count.
+    If a run is off by more than the square root of the rounding, it is no other order of the same sums, and it does not
+    count. Batch statistics of half a batch are an example.
 
     Args:
         expected: The original's own result.
-        coarsest: The dtype of the coarsest numbers on the way.
-        oracle: Computes the original in float64; None where that cannot be had.
-        others: The original in other orders, each computed when it is asked for.
-        formulas: The same by formulas that candidates share. Where results agree, gradients may be as far off as one.
-        num_results: How many of the tensors are results; those behind them are gradients.
-        alike: The spread of the same computation on other numbers: of another layer of a model, say.
+        coarsest: The coarsest dtype in the computation.
+        oracle: Computes the original in float64. It returns None if that is not possible.
+        others: The original in other orders. Each is computed when it is asked for.
+        formulas: The original by formulas that candidates share. If results agree, gradients may be as far off as by
+            one of these formulas.
+        num_results: How many of the tensors are results. The others are gradients.
+        alike: The spread of a similar computation, such as another layer of the model.
     """
 
     def __init__(
@@ -119,30 +123,34 @@ class Measuring:
         num_results: int = 0,
     ) -> None:
         eps = torch.finfo(coarsest).eps
-        # In half precision the last rounding is most of the error; above it a library may take a few on the way.
+        # In half precision, the last rounding is most of the error. In wider dtypes, a library may round a few times.
         self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
         self._expected, self._oracle = expected, oracle
         self._others, self._formulas, self._num_results = iter(others), iter(formulas), num_results
-        self._of_formula = Deviation()  # what gradients may be off by for that reason
+        self._of_formula = Deviation()  # how far gradients may be off because of a formula
         self._alike = alike
         self._yardstick: Sequence[Tensor] | None = None
         self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, alike.is_whole
 
     @property
     def spread(self) -> Spread:
-        """As far as it is known: at the least what the dtype rounds off, as no result is nearer than that."""
-        # Errors that are independent average out over a result, over the smallest one least.
+        """The spread as far as it is known. It is at least the rounding of the dtype."""
+        # Independent errors average out over a result, and least over the smallest one.
         averaged = self._seen.noise / math.sqrt(max(1, min((t.numel() for t in self._expected), default=1)))
         allowed_bias = max(FACTOR * max(self._seen.bias, averaged), _BIAS_FLOOR)
         own = Deviation(FACTOR * self._seen.noise, allowed_bias)
         return Spread(own | self._alike.allowed, self._num_orders + self._alike.num_orders, self._is_whole)
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
-        """How far a candidate's result is off, and the objection to that."""
+        """Judges the result of a candidate.
+
+        Returns:
+            How far it is off, and the objection to that; empty if there is none.
+        """
         found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
-        # Whatever the yardstick is, the original is a spread off it at the most: a candidate that is not off from the
-        # original by more than the other three passes. Norms by the one differ from those by the other by the square
-        # root of the rounding at the most (hence a quarter above), and so do errors along them, of the whole error.
+        # The original is at most one spread off the float64 result, whatever that is. So a candidate passes if it
+        # differs from the original by no more than the other three. The norms of both results differ by at most the square root
+        # of the rounding (hence the quarter above). So do the errors along them, as a share of the whole error.
         near = math.sqrt(self._rounding)
         most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
         if not (self.spread.objection(most, 1 - 1 / FACTOR) and self._alike.objection(most, APART)):
@@ -154,9 +162,9 @@ class Measuring:
         return found, self.objection(found)
 
     def _is_off_by_formula(self, actual: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
-        """Whether results agree, and gradients are no farther off than those of a formula that candidates share."""
+        """Whether results agree, and gradients are no farther off than by a formula that candidates share."""
         results, gradients = slice(self._num_results), slice(self._num_results, None)
-        is_without_oracle = yardstick is self._expected  # too much memory, perhaps, which a formula may take, too
+        is_without_oracle = yardstick is self._expected  # perhaps for lack of memory, which a formula may need, too
         if is_without_oracle or self.spread.objection(deviation(actual[results], yardstick[results])):
             return False
         found = deviation(actual[gradients], yardstick[gradients])
@@ -166,7 +174,7 @@ class Measuring:
         return not Spread(self.spread.allowed | self._of_formula).objection(found)
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """As :meth:`Spread.objection`, by the spread of as many orders as are needed to see that there is none."""
+        """As :meth:`Spread.objection`. It computes more orders while there is an objection."""
         while (words := self.spread.objection(found, times)) and self._takes_another():
             pass
         return words and Spread(self.spread.allowed | self._of_formula).objection(found, times)
@@ -182,16 +190,16 @@ class Measuring:
         return True
 
     def _ask_oracle(self) -> Sequence[Tensor]:
-        """Settles what the yardstick is, and takes the original's own result as the first order."""
+        """Computes the float64 result, and takes the original's own result as the first order."""
         oracle = self._oracle()
-        # An original that is far off its oracle (it overflows, its shapes hang on rounding) lets anything pass.
+        # If the original is far off its oracle (it overflows, or its shapes depend on rounding), anything would pass.
         if oracle is None or not self._take(self._expected, oracle):
             oracle, self._num_orders = self._expected, 1
         self._yardstick = oracle
         return oracle
 
     def _take(self, run: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
-        """Whether a run of the original counts as an order of it."""
+        """Takes a run of the original into account. Returns whether it counts as an order of the same sums."""
         if [t.shape for t in run] != [t.shape for t in yardstick]:
             return False
         found = deviation(run, yardstick)
@@ -203,10 +211,11 @@ class Measuring:
 
 
 def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor], *, smallest: float = _SMALLEST) -> Deviation:
-    """How far results are from what they should be; infinitely far for a NaN where none belongs.
+    """How far results are from the true ones; infinitely far if there is a NaN where none belongs.
 
-    A tensor whose true value is zero but for rounding (the bias before a batch norm has such a gradient) is measured
-    against ``smallest`` of the largest tensor's norm, a hundredth. Infinities and NaNs must stand in the same places.
+    The true value of a tensor may be zero except for rounding: the gradient of a bias before a batch norm is. Such a
+    tensor is measured against a share, ``smallest``, of the largest tensor's norm. Infinities and NaNs must be in the
+    same places.
     """
     pairs = list(zip(actual, expected, strict=True))
     sums = list(itertools.starmap(_sums, pairs))
@@ -226,15 +235,15 @@ def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor], *, smallest:
 def other_orders(
     call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
-    """The same computation in other orders, each with a context to run it in; the dearest last.
+    """Yields the same computation in other orders, each with a context to run it in. The most expensive comes last.
 
-    Not all are possible for every computation, and not all leave its meaning: :func:`measured` sorts those out.
+    Some are not possible for some computations, or change their meaning. :class:`Measuring` leaves those out.
 
     Args:
         call: The original.
         batch_size: The size of the first dimension of whatever is batched.
         device: Where it computes.
-        new_kernels: Whether also those that need kernels for other shapes or numbers of threads.
+        new_kernels: Whether to yield those that need kernels for other shapes or numbers of threads, too.
     """
 
     def of_samples(change: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -248,7 +257,7 @@ def other_orders(
         half = batch_size // 2
         first, second = part(slice(half)), part(slice(half, None))
         rest = iter(tensors_in(second))
-        # A result without samples (an average over them) cannot be put together: its shape tells.
+        # A result without samples, such as an average over them, cannot be joined. Its shape shows that.
         return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)
 
     def turned_round(*args: Any, **kwargs: Any) -> Any:
@@ -266,10 +275,10 @@ def other_orders(
             yield in_halves, nullcontext()
     if device.type == "cpu":
         if new_kernels:
-            # Fewer, never more: a pool of threads that the program did without would stay, and break a later fork.
+            # Never more threads: their pool would stay, and would break a later fork of the program.
             yield call, temporarily(torch.get_num_threads, torch.set_num_threads, 1)
-        # Not torch.backends.mkldnn.flags, which sets what concerns other devices too, with warnings. Last: torch's own
-        # kernels may take many times as long.
+        # torch.backends.mkldnn.flags would set flags of other devices, too, with warnings. This order is last, since
+        # torch's own kernels may take many times as long.
         yield call, temporarily(partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled"), False)
 
 
@@ -285,7 +294,7 @@ def _transposed_in_memory(tensor: Tensor) -> Tensor:
 
 
 def _sums(got: Tensor, want: Tensor) -> list[float]:
-    """In float64: of the squares of the differences, of their products with what should be, and of its squares."""
+    """Three sums in float64: squares of differences, their products with the true result, and squares of the latter."""
     # Metal has no float64: there the host compares.
     flat = [(tensor.cpu() if tensor.device.type == "mps" else tensor).reshape(-1) for tensor in (got, want)]
     at_once = _AT_ONCE if flat[1].device.type == "cpu" else max(1, want.numel())

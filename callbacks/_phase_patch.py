@@ -36,7 +36,7 @@ class PartsPatch(Layer):
     name = "timeline"
 
     def __init__(self, trainer: Trainer) -> None:
-        loggers = [(logger, tuple(_OF_LOGGERS)) for logger in trainer.loggers]  # type: ignore[misc]
+        loggers = [(logger, tuple(_OF_LOGGERS)) for logger in trainer.loggers]
         super().__init__([(trainer.strategy, tuple(PARTS)), *loggers])
         self._has_others = trainer.world_size > 1
         self._listeners: list[Listener] = []

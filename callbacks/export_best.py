@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_accel.callbacks._announcements import say
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
+from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy.combinations import FormName, Precision, check_held
@@ -19,7 +20,6 @@ from lightning_accel.deploy.destination import default_path
 from lightning_accel.deploy.exporting import Exported, export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import arguments_of, example_in, shapes_in
-from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.shapes import Dynamic
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_accel.assembly import accelerate
-from lightning_accel.core.device import device_of, own_rng
+from lightning_accel.core.device import device_of
 from lightning_accel.core.optimizers import living_optimizers
 from lightning_accel.core.report import AccelError
-from lightning_accel.core.snapshot import Snapshot
-from lightning_accel.core.tree import map_tensors
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.memory.planner import MAX_STEPS
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
@@ -78,7 +73,8 @@ def plan_memory(
         activation_offloading=offloading,
         strict=True,
     )
-    with _leaving_no_trace(model):
+    optimizers, host = living_optimizers(model), torch.device("cpu")  # copies wait on the host: the device may be full
+    with StateSnapshot(model, Level.TRAINING, device_of(model), optimizers=optimizers, copies_on=host):
         handle = accelerate(model, settings)
         try:
             for _ in range(MAX_STEPS):
@@ -92,32 +88,3 @@ def plan_memory(
             raise RuntimeError(f"plan_memory: nothing was planned. {error}") from error
         finally:
             handle.undo()
-
-
-@contextmanager
-def _leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Restores what training steps change; the copies wait on the host, not on a device that may be full."""
-    parameters = [
-        (p, _on_host(p), None if p.grad is None else _on_host(p.grad)) for p in model.parameters() if not is_lazy(p)
-    ]
-    rest = Snapshot(model)
-    states = [(optimizer, _state_of(optimizer)) for optimizer in living_optimizers(model)]
-    try:
-        with own_rng(device_of(model)):
-            yield
-    finally:
-        with torch.no_grad():
-            for parameter, value, gradient in parameters:
-                parameter.copy_(value)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        rest.restore()
-        for optimizer, state in states:
-            optimizer.load_state_dict(state)
-
-
-def _state_of(optimizer: Optimizer) -> Any:
-    return copy.deepcopy(map_tensors(_on_host, optimizer.state_dict()))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

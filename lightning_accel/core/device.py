@@ -1,8 +1,7 @@
-"""Devices: where a module is, when it has finished, how long it took, and its random streams."""
+"""Devices: where a module is, when it has finished, how long it took."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -66,23 +65,3 @@ class Span:
             return self._seconds
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
-
-def own_rng(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn inside leaves the random streams of the host, and of ``device`` if that is a GPU, as they were."""
-    devices = [device] if device.type in ("cuda", "mps") else []
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-
-
-def seed_streams(seed: int, device: torch.device) -> None:
-    """Seeds the random streams of the host, and of ``device`` if that is a GPU.
-
-    ``torch.manual_seed`` also has devices that are not in use yet keep the seed for later, with the stack of the call:
-    that takes longer than many a trial.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)

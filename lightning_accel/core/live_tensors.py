@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_accel.core.snapshot import Snapshot
+from lightning_accel.core.kept_state import TORCHS_OWN
 from lightning_accel.core.torch_private.modules import hooks_of
 from lightning_accel.core.user_frames import is_users
 
@@ -76,7 +76,7 @@ def _parts(name: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{slot}", part) for slots in own for slot, part in slots)
             yield from ((f"hooks of {name}", hooks) for hooks in hooks_of(value) if hooks)
         for attribute, part in list(getattr(value, "__dict__", {}).items()):
-            if not (isinstance(value, nn.Module) and attribute in Snapshot.OWN):
+            if not (isinstance(value, nn.Module) and attribute in TORCHS_OWN):
                 yield f"{name}.{attribute}", part
         for kind in type(value).__mro__ if _is_users(type(value)) else ():
             yield from ((f"{name}.{slot}", getattr(value, slot, None)) for slot in slots_of(kind))

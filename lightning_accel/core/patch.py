@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from typing_extensions import override
 
 _MISSING = object()
+_edits: WeakSet[Callable[..., Any]] = WeakSet()  # the functions of methods that patches have rebound
 
 
 class Patch(ABC):
@@ -107,6 +109,7 @@ class MethodPatch(AttributePatch):
         function = self._wrap(self.original)
         function.__name__ = self.name  # pickle stores a bound method as (object, method name)
         function.__wrapped__ = self.original  # type: ignore[attr-defined]  # whose signature is the method's
+        _edits.add(function)
         self.value = types.MethodType(function, self.target)
         super()._apply()
 
@@ -121,6 +124,12 @@ def _unbound(target: Any, name: str) -> Callable[..., Any]:
         return method(*args, **kwargs)
 
     return call
+
+
+def is_edit(value: Any) -> bool:
+    """Whether ``value`` is the method that a :class:`MethodPatch` has made, of its object or of a copy of that."""
+    function = value.__func__ if isinstance(value, types.MethodType) else None
+    return isinstance(function, types.FunctionType) and function in _edits
 
 
 class PatchSet:

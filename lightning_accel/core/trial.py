@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.clocks import perf_counter
-from lightning_accel.core.device import dtype_of_products, own_rng
+from lightning_accel.core.device import dtype_of_products
 from lightning_accel.core.dropout import dropout_off
-from lightning_accel.core.isolation import isolated, silent_twin
+from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measured
+from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.purse import TRIALS, Purse
-from lightning_accel.core.snapshot import random_streams, same_state
+from lightning_accel.core.random_streams import TORCHS, same_state
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial_passes import Call, Passes
@@ -37,9 +39,6 @@ NOT_SLOWER = 1.02  # a time this close to the original's is a tie: the clocks of
 
 TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 """The failure that is none of the candidate's; it may be tried again where there is more to spend."""
-
-
-_NOT_TORCHS = frozenset(("random", "numpy.random"))
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class Trial:
     def _by_rounding(self, original: Variant, candidate: Variant) -> Comparison:
         args, kwargs = self.args, self.kwargs
         if self.samples is not None:
-            with original.state(), own_rng(self._device):
+            with original.state(), self._streams():
                 args, kwargs = self._samples(original.call)
         expected, actual, otherwise = self._both(original, candidate, args, kwargs)
         found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
@@ -232,7 +231,7 @@ class Trial:
 
     def _by_spread(self, original: Variant, candidate: Variant) -> Comparison:
         with self._without_dropout() as dropped:
-            with original.state(), own_rng(self._device):
+            with original.state(), self._streams():
                 args, kwargs = self._samples(original.call)
             expected, actual, otherwise = self._both(original, candidate, args, kwargs)
             measuring = Measuring(
@@ -271,19 +270,15 @@ class Trial:
         return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
 
     def _once(self, side: Variant, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
-        """What it computes, and where the random streams, which are the same for every run, have come to by then."""
+        """What it computes, and the states of the random streams after that. Each run begins with the same ones."""
         self._ask_purse()
-        streams = random_streams(self._device)
-        before = {name: get_state() for name, (get_state, _) in streams.items()}
-        try:
-            with own_rng(self._device), side.state():
-                results = self._passes.results(side.call, *side.given(args, kwargs))
-                after = {name: get_state() for name, (get_state, _) in streams.items()}
-        finally:
-            for name, (_, set_state) in streams.items():
-                set_state(before[name])
-        self._drawn |= {name for name in _NOT_TORCHS & after.keys() if not same_state(before[name], after[name])}
-        return results, list(after.values())
+        with self._streams() as before, side.state():
+            results = self._passes.results(side.call, *side.given(args, kwargs))
+            self._drawn |= {*before.drawn()} - TORCHS
+            return results, list(self._streams().random_states.values())
+
+    def _streams(self) -> StateSnapshot:
+        return StateSnapshot(None, Level.RANDOM, self._device)
 
     def _samples(self, call: Call) -> tuple[Any, Any]:
         """The first few samples of the arguments; all of them where the computation wants its whole batch."""
@@ -333,12 +328,12 @@ class Trial:
             return None
         self._ask_purse(_WIDE)
         try:
-            with self._without_dropout(), own_rng(self._device), original.state():
+            with self._without_dropout(), self._streams(), original.state():
                 if self.with_gradients:
                     saved_bytes = 8 * self._passes.saved_elements(original.call, args, kwargs)
                     if saved_bytes > ORACLE_MAX_SAVED_BYTES:
                         return None
-                reference = silent_twin(self.module, torch.float64)
+                reference = silent_copy(self.module, torch.float64)
                 args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
                 passes = replace(self._passes, module=reference, writes_to_input=False)
                 with torch.autocast(self._device.type, enabled=False):

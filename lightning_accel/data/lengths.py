@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_accel.core.clocks import perf_counter
-from lightning_accel.core.snapshot import random_streams
-from lightning_accel.data.loader_state import UnreadableError, random_state, state_of
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
+from lightning_accel.data.loader_state import UnreadableError, state_of
 
 _NAMES = ("length", "lengths")
 _IDS = "input_ids"
@@ -54,29 +54,23 @@ def _said(dataset: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _counted(dataset: Any) -> np.ndarray[Any, Any]:
-    streams = random_streams(torch.device("cpu")).values()
-    before = [get() for get, _ in streams]
-    drawn = random_state()
     try:
-        return _read(dataset, drawn)
+        with StateSnapshot(None, Level.RANDOM, torch.device("cpu")) as before:
+            return _read(dataset, before)
     except UncountedError:
         raise
     except Exception as error:  # the data's own: the training will meet it, or not
         raise UncountedError(f"reading its samples fails: {type(error).__name__}: {error}; {_MEND}") from error
-    finally:
-        if random_state() != drawn:
-            for (_, put_back), state in zip(streams, before, strict=True):
-                put_back(state)
 
 
-def _read(dataset: Any, drawn: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+def _read(dataset: Any, before: StateSnapshot) -> np.ndarray[Any, Any]:
     count = len(dataset)
     lengths = np.empty(count, np.int64)
     few = min(_FEW, count)
     state = _state(dataset)
     for index, sample in enumerate(_samples(dataset, range(few))):
         lengths[index] = _length(sample)
-    if random_state() != drawn:
+    if before.drawn():
         raise UncountedError(f"its samples draw random numbers, and their lengths may hang on them; {_MEND}")
     if _state(dataset) != state:
         raise UncountedError(f"its data change as they are read; {_MEND}")
@@ -86,7 +80,7 @@ def _read(dataset: Any, drawn: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         passed_s = perf_counter() - began
         if passed_s > _SURE_S and (all_s := passed_s / (index + 1 - few) * count) > _MOST_S:
             raise UncountedError(f"to read its {count:,} samples would take about {all_s:,.0f} s; {_MEND}")
-    if random_state() != drawn:
+    if before.drawn():
         raise UncountedError(f"some of its samples draw random numbers; {_MEND}")
     return lengths
 

@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_accel.core.clocks import StepClock, perf_counter
-from lightning_accel.data.loader_state import UnreadableError, random_state, state_of
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
+from lightning_accel.data.loader_state import UnreadableError, state_of
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 
 LEAST_BATCHES = 8
@@ -116,19 +118,20 @@ class OwnEpoch(LoaderEpoch):
         self._waits_s: list[float] = []
         self._steps_s: list[float] = []
         self._ended = 0.0
-        self._before: tuple[Any, ...] | None = None
+        self._before: StateSnapshot | None = None
 
     @override
     def _fetch_begins(self) -> None:
         # Not around the first, for which torch's samplers draw.
-        self._before = random_state() if self.count and self._is_watched else None
+        is_next = self.count and self._is_watched
+        self._before = StateSnapshot(None, Level.RANDOM, torch.device("cpu")) if is_next else None
 
     @override
     def _fetch_ended(self, began: float, ended: float) -> None:
         super()._fetch_ended(began, ended)
         if not self._is_watched:
             return
-        if self._before is not None and random_state() != self._before:
+        if self._before is not None and self._before.drawn():
             self._complaint = "its data draw random numbers, and workers would draw others"
         elif self.count < self._look:
             if self.count:

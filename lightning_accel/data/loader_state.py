@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import random
 import sys
 import zlib
 from typing import Any
@@ -46,13 +45,6 @@ def state_of(*parts: Any) -> bytes:
     except Exception as error:
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
     return digest.value()
-
-
-def random_state() -> tuple[Any, ...]:
-    """The state of the global generators of torch, Python and, where it is in use, NumPy; equal if nobody drew."""
-    numpy = sys.modules.get("numpy")
-    name, keys, *more = numpy.random.get_state() if numpy is not None else ("", b"")
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, bytes(keys), more
 
 
 class _Digest(io.RawIOBase):

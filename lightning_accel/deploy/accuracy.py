@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.wrappers import BootStrapper
 
-from lightning_accel.core.device import device_of, own_rng, seed_streams
+from lightning_accel.core.device import device_of
+from lightning_accel.core.random_streams import seed_streams
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.deploy.inputs import arguments_of, inputs_and_targets, shapes_in
 from lightning_accel.deploy.losses import compared, loss
@@ -83,7 +85,7 @@ def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], me
         for name, metric in metrics.items()
     }
     outputs = []
-    with torch.no_grad(), own_rng(device):
+    with torch.no_grad(), StateSnapshot(None, Level.RANDOM, device):
         seed_streams(0, device)  # the same samples for every form
         for batch in batches:
             inputs, targets = map_tensors(lambda t: t.to(device), inputs_and_targets(model, batch))

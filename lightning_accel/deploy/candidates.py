@@ -14,12 +14,12 @@ from torch import nn
 
 from lightning_accel.core.clocks import perf_counter
 from lightning_accel.core.device import synchronize
+from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.combinations import split
 from lightning_accel.deploy.exporting import export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import Arguments
-from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import Quantized, quantize, saved_bytes
 
 # A process of its own: in one that has freed memory before, what is loaded takes what lies there, and nothing grows.

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.device import device_of
 from lightning_accel.core.measured import finite
+from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import accuracy, turns
@@ -28,7 +29,6 @@ from lightning_accel.deploy.errors import ExportError, QuantizeError
 from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets, shapes_in
 from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
 from lightning_accel.deploy.losses import measure_of
-from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
 from lightning_accel.deploy.turns import Latency

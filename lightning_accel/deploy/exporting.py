@@ -14,6 +14,7 @@ from torch import nn
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
+from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
@@ -25,7 +26,6 @@ from lightning_accel.deploy.forms import FORMS, Captured, Form
 from lightning_accel.deploy.half import DTYPES, HalfPrecision
 from lightning_accel.deploy.inputs import arguments_of, positions, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
-from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.quantizing import Quantized
 from lightning_accel.deploy.sessions import WithConstants, constants_of
 from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of, widened

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.core.user_frames import users_line
@@ -19,7 +20,6 @@ from lightning_accel.deploy.first_divergence import first_off
 from lightning_accel.deploy.half import DTYPES, HalfPrecision
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.losses import outputs_of, percent, worst
-from lightning_accel.deploy.plain import plain_copy
 
 _TRIED = 2
 """So many batches tell in which layer it begins."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
+from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
@@ -22,7 +23,6 @@ from lightning_accel.deploy.errors import QuantizeError
 from lightning_accel.deploy.halving import halved
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
 from lightning_accel.deploy.losses import is_finite, measure_of, outputs_of, percent, worst
-from lightning_accel.deploy.plain import plain_copy
 from lightning_accel.deploy.restoring import Trial
 
 MAX_ERROR = 0.05

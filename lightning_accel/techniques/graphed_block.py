@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import no_cast_cache
-from lightning_accel.core.snapshot import Snapshot, Stream, random_streams
+from lightning_accel.core.random_streams import TORCHS
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules, parts_of
@@ -107,9 +108,7 @@ class GraphedBlock:
         self._check(args, kwargs)
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))]
         function = self._function(args, kwargs, len(inputs))
-        before = Snapshot(self._block)
-        random = random_streams((*inputs, *self._held)[0].device)
-        streams = [(write, read()) for read, write in random.values()]
+        before = StateSnapshot(self._block, Level.FULL, (*inputs, *self._held)[0].device)
         self._is_capturing = True
         try:
             # Who watches this call, or what it saves, is not to be in the graph: a call that is watched is no replay.
@@ -118,7 +117,7 @@ class GraphedBlock:
                 without_dispatch_modes(),
                 torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),
             ):
-                self._rehearse(function, inputs, before, random)
+                self._rehearse(function, inputs, before)
                 self._graphed = self._capture(function, (*inputs, *self._parameters))
         except NotCapturedError:
             raise
@@ -127,8 +126,6 @@ class GraphedBlock:
         finally:
             self._is_capturing = False
             before.restore()
-            for write, state in streams:
-                write(state)
         self._signature = self._signature_of(args, kwargs)
         self._addresses = [tensor.data_ptr() for tensor in self._held]
 
@@ -157,14 +154,13 @@ class GraphedBlock:
         if len(kinds) > 1:
             raise NotCapturedError(f"computes on {', '.join(sorted(map(str, kinds)))}, and a graph on one device")
 
-    def _rehearse(self, function: Forward, inputs: list[Tensor], before: Snapshot, streams: dict[str, Stream]) -> None:
-        """Runs once, and refuses what a replay would leave out."""
-        states = {name: read() for name, (read, _) in streams.items() if name.startswith("torch")}
+    def _rehearse(self, function: Forward, inputs: list[Tensor], before: StateSnapshot) -> None:
+        """Runs the block once, and refuses it if a replay would leave out some of what it does."""
         buffers = {name: id(buffer) for name, buffer in self._block.named_buffers()}
         outputs = function(*inputs, *self._parameters)
         if not all(isinstance(leaf, Tensor) for leaf in leaves(outputs)):
             raise NotCapturedError("returns more than tensors")
-        if any(not torch.equal(states[name], streams[name][0]()) for name in states):
+        if not TORCHS.isdisjoint(before.drawn()):
             raise NotCapturedError("draws random numbers: replayed, they would be others than the plain run's")
         are_replaced = buffers != {name: id(buffer) for name, buffer in self._block.named_buffers()}
         changed = [name for name in before.restore() if name not in buffers or are_replaced]

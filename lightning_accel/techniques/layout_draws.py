@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_accel.core.snapshot import random_streams
+from lightning_accel.core.random_streams import TORCHS, random_streams
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.user_frames import users_line
 
@@ -46,7 +46,7 @@ class LayoutDraws:
         self.place = ""  # what drew numbers in the order of memory, and where; empty if nothing did
         self.is_mended = True  # whether these are, all the same, the numbers that would have been drawn
         self._follows = WeakTensorKeyDictionary() if foresees else None
-        self._read = [read for name, (read, _) in random_streams(device).items() if name.startswith("torch")]
+        self._read = [read for name, (read, _) in random_streams(device).items() if name in TORCHS]
         self._states = self._now()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:

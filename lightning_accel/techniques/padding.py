@@ -19,7 +19,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
-from lightning_accel.core.snapshot import random_streams, same_state
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
 from lightning_accel.techniques.base import BuildContext, Forecast, LoaderTerms, Refusal, Technique
@@ -185,12 +185,9 @@ class Padding(Technique):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        streams = random_streams(device_of(self._model)).values()
-        before = [get_state() for get_state, _ in streams]
+        before = StateSnapshot(None, Level.RANDOM, device_of(self._model))
         yield
-        self._may_draw = not all(
-            same_state(get_state(), state) for (get_state, _), state in zip(streams, before, strict=True)
-        )
+        self._may_draw = bool(before.drawn())
         if self._may_draw:
             self._leave(_DRAWS)
 

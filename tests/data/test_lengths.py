@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.data import lengths as module
 from lightning_accel.data.lengths import UncountedError, lengths_of
-from lightning_accel.data.loader_state import random_state
 
 
 class Texts:
@@ -134,10 +134,10 @@ class InBatches(Texts):
     ],
 )
 def test_what_is_not_counted_has_its_reason_and_its_mend_and_no_stream_is_drawn_from(dataset: Texts, why: str) -> None:
-    before = random_state()
+    before = StateSnapshot(None, Level.RANDOM, torch.device("cpu"))
     with pytest.raises(UncountedError, match=f"{why}.*a column or an attribute `lengths`"):
         lengths_of(dataset)
-    assert random_state() == before
+    assert not before.drawn()
 
 
 def test_counting_ends_where_later_samples_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:

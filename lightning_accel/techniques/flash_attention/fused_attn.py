@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from lightning_accel.core.isolation import silent_twin
+from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
@@ -48,7 +48,7 @@ class FusedAttnSite(AttentionSite):
     @override
     def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
-        twin = FusedAttnSite(self.site, silent_twin(self.module))
+        twin = FusedAttnSite(self.site, silent_copy(self.module))
         rehearse_whole(twin, rehearsal, original, args, kwargs)
         return original(self.module, *args, **kwargs)
 

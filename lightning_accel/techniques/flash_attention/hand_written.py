@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
-from lightning_accel.core.isolation import isolated, silent_twin
+from lightning_accel.core.isolation import isolated
+from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.compilation import dynamo_is_off, outside_of_ddp
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes, without_function_modes
@@ -121,7 +122,7 @@ class HandWrittenSite(AttentionSite):
         module = self.module
         try:
             with isolated(module):
-                self.module = silent_twin(module)
+                self.module = silent_copy(module)
                 self.fused(rehearsal, original, args, kwargs)
         finally:
             self.module = module

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.isolation import silent_twin
+from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
@@ -111,7 +111,7 @@ def accel_attention(
             return fused(by, *tensors)  # type: ignore[no-any-return]
         if request.missed is None and isinstance(by, Rehearsal):
             # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
-            plain = functools.partial(eagerly, silent_twin(module))
+            plain = functools.partial(eagerly, silent_copy(module))
             # Results of some lie transposed: transformers' code, which takes any attention's, puts heads together anew.
             rest: Any = {"judged": lambda out: out[0], "keeps_strides": False}
             by.rehearse(plain, lambda backend: functools.partial(fused, backend), tensors, **rest)

@@ -1,0 +1,79 @@
+"""Random streams: the one list of those that a step may draw from, and how their states are read and compared."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""The functions that get and set the state of one random stream."""
+
+TORCHS = frozenset(("torch", "torch.cuda", "torch.mps"))
+"""The names of torch's own streams in :func:`random_streams`."""
+
+
+def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
+    """Lists the random streams of the process, by name.
+
+    Args:
+        device: Adds torch's streams: that of the host, and that of this device. None for Python's and NumPy's only.
+    """
+    streams: dict[str, Stream] = {"random": (random.getstate, random.setstate)}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        streams["numpy.random"] = (numpy.random.get_state, numpy.random.set_state)
+    if device is not None:
+        streams["torch"] = (torch.get_rng_state, torch.set_rng_state)
+        if device.type == "cuda":
+            get_state = functools.partial(torch.cuda.get_rng_state, device)
+            streams["torch.cuda"] = (get_state, functools.partial(torch.cuda.set_rng_state, device=device))
+        elif device.type == "mps":
+            streams["torch.mps"] = (torch.mps.get_rng_state, torch.mps.set_rng_state)
+    return streams
+
+
+def stream_of(value: Any) -> Stream | None:
+    """The stream of a random generator; None if ``value`` is no generator, or one without a state."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.random.RandomState):
+            return value.get_state, value.set_state
+        if isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+    return None
+
+
+def same_state(now: Any, before: Any) -> bool:
+    """Whether two states of one stream are equal: then nobody has drawn from it between them."""
+    if isinstance(now, Tensor):  # no operation of torch's, which modes would see
+        now, before = now.numpy(), before.numpy()
+    if hasattr(now, "tobytes"):
+        return bool(now.tobytes() == before.tobytes())
+    try:
+        return bool(now == before)
+    except ValueError:  # NumPy's tuples and dicts hold an array, which == compares element by element
+        pairs = (state.values() if isinstance(state, dict) else state for state in (now, before))
+        return all(map(same_state, *pairs))
+
+
+def seed_streams(seed: int, device: torch.device) -> None:
+    """Seeds torch's streams: that of the host, and that of ``device`` if it is a GPU.
+
+    ``torch.manual_seed`` would also seed every device that is not in use yet. For that it keeps the stack of the call,
+    which takes longer than many a trial.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +33,14 @@ def isolated(module: nn.Module, device: torch.device | None = None) -> Iterator[
     """
     snapshot = StateSnapshot(module, Level.FULL, device or device_of(module))
     changed: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(_under_trial.being(True))
-        # Nobody sees a trial: not who counts FLOPs or watches storages, nor a checkpoint around this module, which
-        # counts what is saved for backward.
-        stack.enter_context(without_dispatch_modes())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
-        # An autocast region of the user's must not reuse a weight that was cast here, perhaps under no_grad.
-        stack.enter_context(no_cast_cache())
-        stack.callback(torch.clear_autocast_cache)
+    # Nobody sees a trial: not who counts FLOPs or watches storages, nor a checkpoint around this module, which counts
+    # what is saved for backward. And no autocast region of the user's reuses a weight that is cast here.
+    hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    with _under_trial.being(True), without_dispatch_modes(), hooks, no_cast_cache():
         try:
             yield changed
         finally:
+            torch.clear_autocast_cache()
             changed += [path for path in snapshot.restore() if path not in TORCHS]
 
 

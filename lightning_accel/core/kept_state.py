@@ -1,12 +1,13 @@
 """The kinds of state that a snapshot keeps: names, values of tensors, items of containers, what training changes.
 
-Each function keeps one kind as it is now, and returns a function that brings it back. The caller may bring it back
-several times. Each time it gets the paths of what had changed, if they are known without a pass over large tensors.
+Each function keeps one kind as it is now. It returns a function that brings it back, once or several times, and tells
+the paths of what had changed.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -44,10 +45,7 @@ def joined(path: str, name: str) -> str:
 
 
 def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
-    """Keeps which objects the names in each dict stand for, and their order. Edits of this package are not kept.
-
-    Whoever has made an edit undoes it.
-    """
+    """Keeps which objects the names in each dict stand for, and their order. Whoever has made an edit undoes it."""
     kept = [names.copy() for _, names in places]
 
     def restore() -> Iterator[str]:
@@ -69,114 +67,76 @@ def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
     return restore
 
 
-def keep_values(tensors: Sequence[tuple[str, Tensor]], copies_on: torch.device | None = None) -> Restore:
-    """Keeps the values of tensors, with their paths. Copies wait on ``copies_on``; None for each tensor's own device.
+def keep_values(
+    tensors: Iterable[tuple[str, Tensor]], copies_on: torch.device | None = None, *, packed: bool = False
+) -> Restore:
+    """Keeps the values of tensors, and compares them: batch norm's kernels write statistics and count no version.
 
-    Values are compared, not version counters, as batch norm's kernels write statistics and do not count that.
+    Copies wait on ``copies_on``. Where they are ``packed``, one kernel copies all tensors of a dtype: every step does
+    so with the statistics of all norms.
     """
-    kept = [(path, tensor, _copied(tensor, copies_on)) for path, tensor in tensors]
+    kinds: defaultdict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
+    for path, tensor in tensors:
+        kinds[(type(tensor), tensor.dtype, tensor.device) if packed else len(kinds)].append((path, tensor))
+    copies = [
+        torch.cat([tensor.detach().reshape(-1) for _, tensor in alike]) if packed else _copied(alike[0][1], copies_on)
+        for alike in kinds.values()
+    ]
 
     def restore() -> Iterator[str]:
-        for path, tensor, value in kept:
-            if not torch.equal(tensor, value := value.to(tensor.device)):
-                tensor.copy_(value)
-                yield path
+        for alike, copied in zip(kinds.values(), copies, strict=True):
+            values = torch.split(copied, [tensor.numel() for _, tensor in alike]) if packed else [copied]
+            for (path, tensor), value in zip(alike, values, strict=True):
+                if not torch.equal(tensor, value := value.view_as(tensor).to(tensor.device)):
+                    tensor.copy_(value)
+                    yield path
 
     return restore
 
 
-def keep_packed(tensors: Sequence[Tensor]) -> Restore:
-    """Keeps the values of small tensors, by one copying kernel for a dtype: there are statistics of many norms."""
-    kinds: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        kinds[type(tensor), tensor.dtype, tensor.device].append(tensor)
-    copies = [torch.cat([tensor.detach().reshape(-1) for tensor in alike]) for alike in kinds.values()]
-
-    def restore() -> Iterable[str]:
-        for alike, values in zip(kinds.values(), copies, strict=True):
-            for tensor, value in zip(alike, torch.split(values, [tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(value.view_as(tensor))
-        return ()
-
-    return restore
-
-
-def keep_contents(containers: Iterable[tuple[str, Any]]) -> Restore:
-    """Keeps the items of lists, dicts and sets, with their paths. The items themselves are not copied."""
-    kept = [(path, container, copy.copy(container)) for path, container in containers]
+def keep_items(containers: Iterable[tuple[str, Any]], appended: Iterable[tuple[str, Any]] = ()) -> Restore:
+    """Keeps the items of lists, dicts and sets, not copies of the items; of lists that only grow, the lengths."""
+    kept: list[tuple[str, Any, Any]] = [(path, container, copy.copy(container)) for path, container in containers]
+    kept += [(path, found, len(found)) for path, found in appended]
 
     def restore() -> Iterator[str]:
-        for path, container, contents in kept:
-            if not _same_items(container, contents):
+        for path, container, before in kept:
+            items = container[:before] if isinstance(before, int) else before
+            if not _same_items(container, items):
                 container.clear()
-                container.extend(contents) if isinstance(container, list) else container.update(contents)
+                container.extend(items) if isinstance(container, list) else container.update(items)
                 yield path
 
     return restore
 
 
-def keep_lengths(lists: Iterable[list[Any]]) -> Restore:
-    """Keeps the lengths of lists that a step appends to. A copy of a long list would take too long."""
-    kept = [(appended, len(appended)) for appended in lists]
+def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on: torch.device | None = None) -> Restore:
+    """Keeps parameters, gradients and the states of optimizers, of which the values go into new tensors.
 
-    def restore() -> Iterable[str]:
-        for appended, length in kept:
-            del appended[length:]
-        return ()
-
-    return restore
-
-
-def keep_parameters(module: nn.Module, copies_on: torch.device | None = None) -> Restore:
-    """Keeps the values and gradients of a module's parameters. Lazy parameters without values are left out.
-
-    A gradient's value goes back into its own tensor. With ``copies_on`` it goes into a new tensor, as a snapshot that
-    holds the old one would fill memory that is being measured.
+    So do those of gradients with ``copies_on``: to hold the old ones would fill memory that is being measured.
     """
-    kept = []
-    for parameter in module.parameters():
-        if not is_lazy(parameter):
-            gradient = parameter.grad
-            copied = None if gradient is None else _copied(gradient, copies_on)
-            values = parameter.data, _copied(parameter, copies_on)
-            kept.append((parameter, *values, gradient if copies_on is None else None, copied))
+
+    def again(tensor: Tensor) -> Callable[[], Tensor]:
+        return functools.partial(_copied, _copied(tensor, copies_on), tensor.device)
+
+    parameters = [(p, p.data, again(p)) for p in module.parameters() if not is_lazy(p)]
+    gradients = [
+        (p, p.grad if copies_on is None else None, again(p.grad)) for p, *_ in parameters if p.grad is not None
+    ]
+    states = [(one.state, {p: map_leaves(again, each, Tensor) for p, each in one.state.items()}) for one in optimizers]
 
     def restore() -> Iterable[str]:
-        for parameter, data, value, gradient, copied in kept:
-            parameter.data = data
-            parameter.copy_(value)
-            if copied is not None:
-                copied = _copied(copied, parameter.device) if gradient is None else gradient.copy_(copied)
-            parameter.grad = copied
+        for parameter, data, value in parameters:
+            parameter.data, parameter.grad = data, None
+            parameter.copy_(value())
+        for parameter, gradient, value in gradients:
+            parameter.grad = value() if gradient is None else gradient.copy_(value())
+        for state, before in states:
+            state.clear()
+            state.update({p: map_leaves(lambda value: value(), each, functools.partial) for p, each in before.items()})
         return ()
 
     return restore
-
-
-def keep_optimizer_state(optimizer: Optimizer, copies_on: torch.device | None = None) -> Restore:
-    """Keeps what an optimizer holds for each parameter, moments for example. The values go into new tensors."""
-    kept = {
-        parameter: map_leaves(lambda tensor: _TensorCopy(tensor, copies_on), values, Tensor)
-        for parameter, values in optimizer.state.items()
-    }
-
-    def restore() -> Iterable[str]:
-        optimizer.state.clear()
-        for parameter, values in kept.items():
-            optimizer.state[parameter] = map_leaves(_TensorCopy.again, values, _TensorCopy)
-        return ()
-
-    return restore
-
-
-class _TensorCopy:
-    """The value of a tensor, and the device that it belongs to."""
-
-    def __init__(self, tensor: Tensor, device: torch.device | None) -> None:
-        self._value, self._device = _copied(tensor, device), tensor.device
-
-    def again(self) -> Tensor:
-        return _copied(self._value, self._device)
 
 
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:

@@ -16,7 +16,7 @@ from lightning_accel.core.patch import Patch, is_edit
 _HOOKS = frozenset(name for name in TORCHS_OWN if "_hooks" in name)
 
 
-def silent_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def silent_copy(module: nn.Module, dtype: torch.dtype | None = None, made: dict[int, Any] | None = None) -> Any:
     """Copies a module without its hooks and its rebound ``forward``; a run of the copy changes nothing of the module.
 
     Parameters are shared unless they are converted. Buffers, tensors, lists, dicts, sets and inner modules are copied.
@@ -24,45 +24,38 @@ def silent_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
     Args:
         module: Any module.
         dtype: What floating-point parameters and tensors are converted to; None for no conversion.
+        made: The copies that were made already, by the ``id`` of what they are copies of.
     """
-    return _silent(module, dtype, {})
-
-
-def _silent(module: nn.Module, dtype: torch.dtype | None, made: dict[int, Any]) -> nn.Module:
+    made = {} if made is None else made
     if id(module) in made:
-        known: nn.Module = made[id(module)]
-        return known
+        return made[id(module)]
     if isinstance(module, torch.jit.ScriptModule):
         return copy.deepcopy(module) if dtype is None else copy.deepcopy(module).to(dtype)
 
-    def converted(tensor: Tensor) -> Tensor:
-        is_wanted = dtype is not None and tensor.is_floating_point()
-        return tensor.detach().to(dtype, copy=True) if is_wanted else tensor.detach().clone()
+    def copied(value: Any) -> Any:
+        if isinstance(value, list | dict | set):
+            return copy.copy(value)
+        if not isinstance(value, Tensor):
+            return value
+        is_converted = dtype is not None and value.is_floating_point()
+        if not isinstance(value, nn.Parameter):
+            return value.detach().to(dtype, copy=True) if is_converted else value.detach().clone()
+        if is_converted and id(value) not in made:  # else it is tied to another one
+            made[id(value)] = nn.Parameter(value.detach().to(dtype, copy=True), value.requires_grad)
+        return made.get(id(value), value)
 
-    def part(original: nn.Module | Tensor | None) -> Any:
-        if isinstance(original, nn.Module):
-            return _silent(original, dtype, made)
-        if not isinstance(original, nn.Parameter):
-            return None if original is None else converted(original)
-        if dtype is None or not original.is_floating_point():
-            return original
-        if id(original) not in made:  # it may be tied
-            made[id(original)] = nn.Parameter(converted(original), original.requires_grad)
-        return made[id(original)]
+    def part(held: Any) -> Any:
+        return silent_copy(held, dtype, made) if isinstance(held, nn.Module) else copied(held)
 
-    copied = made[id(module)] = copy.copy(module)
-    state = vars(copied)
+    twin = made[id(module)] = copy.copy(module)
+    state = vars(twin)
     state.pop("forward", None)
     for name, value in state.items():
-        if name in _HOOKS:
-            state[name] = type(value)()
-        elif isinstance(value, Tensor):
-            state[name] = converted(value)
-        elif name in TORCHS_OWN and isinstance(value, dict):  # of parameters, of buffers or of modules
-            state[name] = type(value)((key, part(held)) for key, held in value.items())
-        elif isinstance(value, list | dict | set):
-            state[name] = copy.copy(value)
-    return copied
+        if name in TORCHS_OWN and isinstance(value, dict):  # of hooks, of parameters, of buffers or of modules
+            state[name] = type(value)({} if name in _HOOKS else {key: part(held) for key, held in value.items()})
+        else:
+            state[name] = copied(value)
+    return twin
 
 
 def plain_copy(model: nn.Module, without: Mapping[int, Any] | None = None) -> nn.Module:
@@ -87,15 +80,10 @@ def plain_copy(model: nn.Module, without: Mapping[int, Any] | None = None) -> nn
             if isinstance(value, Patch):
                 del vars(module)[name]
             elif is_edit(value) and value.__self__ is module:
-                _rebind(module, name, value)
+                while is_edit(value):  # techniques that have rebound the same method wrap each other's
+                    value = MethodType(value.__func__.__wrapped__, module)
+                if getattr(type(module), name, None) is value.__func__:
+                    del vars(module)[name]
+                else:
+                    vars(module)[name] = value
     return copied.eval()
-
-
-def _rebind(module: nn.Module, name: str, method: Any) -> None:
-    """Gives a module the method that the author had bound to this name: techniques wrap each other's edits."""
-    while is_edit(method):
-        method = MethodType(method.__func__.__wrapped__, module)
-    if getattr(type(module), name, None) is method.__func__:
-        del vars(module)[name]
-    else:
-        vars(module)[name] = method

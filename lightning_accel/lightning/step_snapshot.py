@@ -18,8 +18,7 @@ from lightning_accel.lightning.private import logged_results
 
 Step = Callable[..., Any]
 
-_MOST_BYTES = 1 << 28
-"""Of parameters that are copied, up to three times: a step in which a trial runs must not exhaust the memory."""
+_MOST_BYTES = 1 << 28  # of parameters, of which a trial's step copies up to three: it must not exhaust the memory
 
 
 class Attempt:
@@ -29,15 +28,14 @@ class Attempt:
         step: The step of a strategy.
         given: Its arguments: (args, kwargs).
         module: The module of the run.
-        state: For a small snapshot, which every step can pay for. None for a step in which a trial runs: then all that
-            the step may change is kept, with what it trains where there is memory for that.
+        state: Takes the small snapshots that every step can pay for. None in a step in which a trial runs: then
+            everything is kept, and what the step trains where the memory is enough.
     """
 
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
-        self.step = step
-        self.given = given
+        self.step, self.given = step, given
         self._module, self._state = module, state
-        self._is_kept = True
+        self._is_kept, self._is_training_kept = True, False
         self._num_optimizer_steps = module.trainer.global_step
         # Lightning does not see what the module does by itself: optimizers that step, losses that go backward.
         self._is_automatic = module.automatic_optimization
@@ -47,41 +45,34 @@ class Attempt:
         if state is None or not self._is_automatic:
             # A module that toggles an optimizer freezes the others' parameters: a repetition must not find them so.
             self._required = [(parameter, parameter.requires_grad) for parameter in self._parameters]
-        self._progress: tuple[Any, Any] | None = None
-        self._inputs: list[tuple[Tensor, int]] = []
-        self._large: list[tuple[Tensor, int]] = []
-        also = _logged(module.trainer)
+        logged = logged_results(module.trainer)  # its metrics add up into new tensors, and never write into one
+        also = [] if logged is None else [*(vars(metric) for metric in logged.values()), logged]
         if state is None:
+            self._inputs: list[tuple[Tensor, int]] = []
+            self._large: list[tuple[Tensor, int]] = []
             self._snapshots = [self._everything([*also, *tensors_in(given)])]
         else:
-            self._snapshots = [state.snapshot(also)]
             self._inputs = [(tensor, version_of(tensor)) for tensor in tensors_in(given) if not tensor.is_inference()]
+            self._snapshots = [state.snapshot(also)]
             state.look()
             self._large = state.versions()
 
-    def _everything(self, also: Iterable[Tensor | Names]) -> StateSnapshot:
-        """A snapshot for a step in which a trial runs, with what the step trains if that can be kept.
+    def _everything(self, also: list[Tensor | Names]) -> StateSnapshot:
+        """A snapshot of all that a step changes. What it trains is left out if it cannot be kept.
 
-        With manual optimization, a step may have stepped optimizers before it raises. In Lightning's own loop it is
-        the optimizer's step that raises.
+        With manual optimization, a step may have stepped optimizers before it raises.
         """
         module, trainer = self._module, self._module.trainer
         if trainer.training and trainer.world_size == 1 and sum(p.nbytes for p in module.parameters()) <= _MOST_BYTES:
             try:
-                progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-                snapshot = StateSnapshot(
-                    module,
-                    Level.TRAINING,
-                    module.device,
-                    also=also,
-                    optimizers=trainer.optimizers,
-                    schedules=[config.scheduler for config in trainer.lr_scheduler_configs],
-                )
-            except Exception:  # an optimizer of another kind: the step is repeated if it has not trained
+                counts = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+                more = [*also, *(vars(one.scheduler) for one in trainer.lr_scheduler_configs)]
+                more += [vars(counts.total), vars(counts.current)]
+                found = StateSnapshot(module, Level.TRAINING, module.device, also=more, optimizers=trainer.optimizers)
+                self._is_training_kept = True
+                return found
+            except Exception:  # an optimizer of another kind: the step is repeated only if it has not trained
                 pass
-            else:
-                self._progress = progress, progress.state_dict()
-                return snapshot
         return StateSnapshot(module, Level.FULL, module.device, also=also)
 
     def keep_again(self, state: SmallState | None) -> None:
@@ -96,40 +87,38 @@ class Attempt:
         """Whether all that the step has changed can be taken back. A step that reads its loader itself cannot."""
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
-        has_trained = self._progress is None and (has_stepped or self._trained != self._versions())
+        has_trained = not self._is_training_kept and (has_stepped or self._trained != self._versions())
         has_written = any(version_of(tensor) != version for tensor, version in [*self._inputs, *self._large])
         has_written |= self._state is not None and self._state.is_written_unseen
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
 
     def _versions(self) -> list[Any]:
         """What differs once a parameter was written to or, with manual optimization, got another gradient."""
-        found: list[Any] = versions_of(self._parameters)
-        return found if self._is_automatic else found + [_version_of_gradient(p) for p in self._parameters]
+        versions: list[Any] = versions_of(self._parameters)
+        if not self._is_automatic:
+            gradients = [parameter.grad for parameter in self._parameters]
+            versions += [(id(grad), grad is not None and version_of(grad)) for grad in gradients]
+        return versions
 
     def take_back(self) -> None:
-        """Brings back what the step has changed. May be called again, after each repetition."""
+        """Brings back what the step has changed, before each repetition."""
         for snapshot in self._snapshots:
             snapshot.restore()
         for parameter, is_required in self._required:
             parameter.requires_grad = is_required
-        if self._progress is not None:
-            progress, before = self._progress
-            progress.load_state_dict(before)
 
 
 def begins_gradients(trainer: Trainer) -> bool:
-    """Whether the batch's gradients are added to no earlier ones: Lightning has none before it."""
+    """Whether the gradients of this batch are added to none: Lightning has none before it."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 class SmallState:
-    """Takes a snapshot of a module at every step, at :attr:`Level.SMALL`.
-
-    Larger tensors (a codebook, a queue) are not copied. Whether they were written to is seen by their versions.
+    """Takes snapshots of a module at :attr:`Level.SMALL`. Of larger tensors it tells whether they were written to.
 
     Attributes:
-        parameters: Those of the module that count what is written to them.
-        is_written_unseen: Whether a step writes to large tensors by ``.data``, which versions do not count.
+        parameters: The parameters that count what is written to them.
+        is_written_unseen: Whether a step writes to large tensors by ``.data``, which no version counts.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -140,16 +129,16 @@ class SmallState:
         self._looks_left = 2 if self._places.large else 0
 
     def snapshot(self, also: Iterable[Names] = ()) -> StateSnapshot:
-        """The module's state as it is now, and the names in ``also``."""
+        """The module's state as it is now, and what the names in ``also`` stand for."""
         return StateSnapshot(self._module, Level.SMALL, self._module.device, places=self._places, also=also)
 
     def versions(self) -> list[tuple[Tensor, int]]:
-        """The large tensors, and how often each has been written to."""
+        """The large tensors (a codebook, a queue), and how often each was written to."""
         found = (names.get(name) for _, names, name in self._places.large)
         return [(t, version_of(t)) for t in found if isinstance(t, Tensor) and not (is_lazy(t) or t.is_inference())]
 
     def look(self) -> None:
-        """Sums up the large tensors before two steps, and compares the sums. Only once, as a sum takes its time."""
+        """Compares the sums of the large tensors before the first two steps. A sum for every step would be slow."""
         if not self._looks_left:
             return
         self._looks_left -= 1
@@ -164,16 +153,6 @@ def _counting_writes(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if not parameter.is_inference()]
 
 
-def _version_of_gradient(parameter: nn.Parameter) -> tuple[int, int]:
-    return id(parameter.grad), -1 if parameter.grad is None else version_of(parameter.grad)
-
-
 def _sum_of(tensor: Tensor) -> int:
     """The sum of a tensor's bytes. Every dtype can be read as bytes."""
     return int(tensor.detach().reshape(-1).contiguous().view(torch.uint8).sum())
-
-
-def _logged(trainer: Trainer) -> list[Names]:
-    """What ``self.log`` has put together. Its metrics add up into new tensors, and never write into one."""
-    logged = logged_results(trainer)
-    return [] if logged is None else [*(vars(metric) for metric in logged.values()), logged]

@@ -51,8 +51,8 @@ def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
     def restore() -> Iterator[str]:
         for (path, names), before in zip(places, kept, strict=True):
             fixed = {n for each in (names, before) for n, value in each.items() if n in TORCHS_OWN or is_edit(value)}
-            changed = [n for n in {**before, **names} if names.get(n, _ABSENT) is not before.get(n, _ABSENT)]
-            changed = [name for name in changed if name not in fixed]
+            now = [name for name in {**before, **names} if name not in fixed]
+            changed = [name for name in now if names.get(name, _ABSENT) is not before.get(name, _ABSENT)]
             has_lost = any(name not in names for name in changed)
             for name in changed:
                 if name in before:

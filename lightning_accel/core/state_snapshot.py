@@ -12,17 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from lightning_accel.core.kept_state import (
-    TORCHS_OWN,
-    Names,
-    Restore,
-    can_be_restored,
-    joined,
-    keep_items,
-    keep_names,
-    keep_training,
-    keep_values,
-)
+from lightning_accel.core import kept_state
+from lightning_accel.core.kept_state import TORCHS_OWN, Names, Restore, can_be_restored, joined
 from lightning_accel.core.random_streams import random_streams, same_state, stream_of
 from lightning_accel.core.torch_private.modules import buffer_slots
 
@@ -120,7 +111,7 @@ class StateSnapshot:
                     self._streams[path] = stream
             others: Named = [("also", one) for one in also]
             if level == Level.TRAINING:
-                self._restores.append(keep_training(module, optimizers, copies_on))
+                self._restores.append(kept_state.keep_training(module, optimizers, copies_on))
                 groups = [group for optimizer in optimizers for group in optimizer.param_groups]
                 others += [("optimizer", group) for group in groups]
                 others += [(f"optimizer.{name}", value) for group in groups for name, value in group.items()]
@@ -128,14 +119,15 @@ class StateSnapshot:
                 held = _at(places.all)
                 tensors = [(path, value) for path, value in held + others if can_be_restored(value)]
                 containers = [(path, value) for path, value in held if isinstance(value, list | dict | set)]
-                self._restores += [keep_values(tensors, copies_on), keep_items(containers)]
+                self._restores += [kept_state.keep_values(tensors, copies_on), kept_state.keep_items(containers)]
             elif level == Level.SMALL:
                 containers = [(path, value) for path, value in _at(places.metric_lists) if isinstance(value, list)]
                 appended = [(path, value) for path, value in _at(places.lists) if type(value) is list]
-                self._restores += [keep_values(_at(places.small), packed=True), keep_items(containers, appended)]
+                self._restores.append(kept_state.keep_values(_at(places.small), packed=True))
+                self._restores.append(kept_state.keep_items(containers, appended))
             if level > Level.RANDOM:
                 dicts = [(path, names) for path, names in others if isinstance(names, dict)]
-                self._restores.append(keep_names(places.dicts + dicts))
+                self._restores.append(kept_state.keep_names(places.dicts + dicts))
         self.random_states = {name: read() for name, (read, _) in self._streams.items()}
 
     def __enter__(self) -> Self:

@@ -191,6 +191,6 @@ def accelerate(
     techniques = build_context(plan, model, host, in_plain_loop=True).techniques
     engine = Engine(model, host, techniques, names=list(declarations()), strict=plan.strict)
     engine.add_optimizers([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-    scaler = next((t.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
+    scaler = next((t.autocast.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
     turns = LoopTurns(engine, device_of(model), steps) if plan.tune == "auto" and plan.verify else None
     return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), turns)

@@ -87,7 +87,7 @@ class AccelFabricPlugin(PluginBase, FabricPrecision):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         self._ends_step = optimizer if self._ends_step is None else self._ends_step
         self._is_in_step &= optimizer is not self._ends_step
-        if self._handle is None or not self._handle.scaler.is_enabled():
+        if self._handle is None:
             return super().optimizer_step(optimizer, **kwargs)
         result = self._handle.scaler.step(optimizer, **kwargs)
         self._handle.scaler.update()
@@ -95,7 +95,7 @@ class AccelFabricPlugin(PluginBase, FabricPrecision):
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        if self._handle is not None and self._handle.scaler.is_enabled():
+        if self._handle is not None:
             self._handle.scaler.unscale_(optimizer)
 
     @override

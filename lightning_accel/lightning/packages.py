@@ -7,7 +7,7 @@ every package that the program has imported.
 Clever, for want of a plain form: a class of ours that is derived from such a name has the classes of all these packages
 as its bases. Where the program imports a package later (``from lightning_accel import AccelPlugin`` may stand above
 ``from pytorch_lightning import Trainer``), its classes are added to the bases that there are. With both imported, the
-order of the bases is that of the imports; :func:`in_order_of` has an object follow its Trainer's package instead.
+order of the bases is that of the imports; :func:`in_order_of` has a strategy follow its Trainer's package instead.
 """
 
 from __future__ import annotations
@@ -275,17 +275,12 @@ class _InEitherPackage(ABCMeta):
 
 
 def in_order_of(package: Package, kind: Any) -> Any:
-    """``kind``, where methods of Lightning's that it inherits are those of ``package``.
+    """``kind``, with the methods that it inherits from Lightning taken from ``package``.
 
-    A method of the other package would not know this one's modules for what they are, and leave out what it does for
-    them, clipping of gradients say.
+    A method of the other package does not recognise this one's Trainers and modules, and skips work for them.
     """
-    return plain(kind) if package_of(plain(kind)) == package else _reordered(package, plain(kind))
-
-
-def plain(kind: Any) -> Any:
-    """The class that :func:`in_order_of` was given."""
-    return vars(kind).get("_plain", kind)
+    kind = vars(kind).get("_plain", kind)
+    return kind if package_of(kind) == package else _reordered(package, kind)
 
 
 @functools.cache

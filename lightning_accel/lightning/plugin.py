@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,18 +22,8 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.added_logger import AddedLogger
-from lightning_accel.lightning.autocast_precision import AutocastPrecision, ResolvedPrecision, nested
-from lightning_accel.lightning.packages import (
-    LightningModule,
-    Precision,
-    SingleDeviceXLAStrategy,
-    Trainer,
-    TrainerFn,
-    XLAStrategy,
-    in_use,
-    own,
-    package_of,
-)
+from lightning_accel.lightning.autocast_precision import AutocastPrecision, nested
+from lightning_accel.lightning.packages import LightningModule, Trainer, TrainerFn
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.lightning.run import Run, may_lack_memory
@@ -43,15 +32,16 @@ from lightning_accel.lightning.start_rules import asks_by_name, begins_plain
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
-from lightning_accel.techniques.mixed_precision import check_optimizer, resolve_precision
+from lightning_accel.techniques.mixed_precision import ResolvedPrecision, resolve_precision
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.verdict_cache import Program
 
-# Of a Trainer with precision=, which a library may have given it.
-PRECISION_MEND = ', which decides on the precision itself. Trainer(strategy="accel") brings it and takes precision='
 _FABRICS = "Fabric takes another plugin: Fabric(plugins=[AccelFabricPlugin()])."
-XLA_MEND = ". For XLA devices there is lightning_accel.AccelXLAPlugin: Trainer(plugins=[AccelXLAPlugin()])"
+_WHERE_REFUSED = (
+    ', which sets the precision itself (to set it with precision=, use Trainer(strategy="accel"))'
+    " and does not run on XLA devices (there, use lightning_accel.AccelXLAPlugin)"
+)
 
 
 class AccelPlugin(PluginBase, AutocastPrecision):
@@ -74,7 +64,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         self.plan = Plan(**settings)
         precision = self.plan.precision
         at_first: ResolvedPrecision = "32-true" if precision == "auto" else precision
-        AutocastPrecision.__init__(self, at_first, is_chosen=precision == "auto")
+        AutocastPrecision.__init__(self, at_first, "cpu", is_chosen=precision == "auto")
         self.purse: Purse | None = None
         self._asks_by_name = asks_by_name(self.plan)
         self._at_first = {name: "off" if self.plan.is_off(name) else _WAITS for name in declarations()}
@@ -107,12 +97,11 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         if not isinstance(module, LightningModule):
             raise TypeError(f"AccelPlugin is for Trainers, and was given a {type(module).__name__}. {_FABRICS}")
         trainer = module.trainer
-        self.be_of(package_of(trainer) or in_use())
         host = Host.detect(trainer.strategy.root_device)
+        self.prepare(trainer, host.device_type)
         precision, reason = resolve_precision(self.plan.precision, host)
         if trainer.world_size > 1:
             check_devices(host, precision)
-        self.device = host.device_type
         if self.plan.precision == "auto" and (own := _own_format(module)):
             precision, reason = "32-true", f"the model has {own} of its own"
         self._kept.be_of(module)
@@ -123,11 +112,11 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision, self._kept)
         self.purse = Purse() if is_plain and is_fitting else None
         make_run = functools.partial(self._make_run, module, host, self.purse)
-        start = functools.partial(self._start, cast(ResolvedPrecision, precision), reason)
+        start = functools.partial(self._start, precision, reason)
         if not is_plain or (not is_fitting and self._has_proven()):
             start(make_run())
             return module
-        self._set_precision("32-true" if self.plan.precision == "auto" else cast(ResolvedPrecision, precision))
+        self.set_precision("32-true" if self.plan.precision == "auto" else precision)
         self._reports.begin(_plain_report(host, self.plan, self.precision, self._at_first), is_fitting=is_fitting)
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
@@ -162,7 +151,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     ) -> None:
         """Puts the plan to work: when the run starts, or between two steps of a fit that began plain."""
         self._run = run
-        self._set_precision(precision)
+        self.set_precision(precision)
         report = run.engine.report
         self._reports.begin(report, is_fitting=run.is_fitting)
         record = report.of("precision")
@@ -173,10 +162,9 @@ class AccelPlugin(PluginBase, AutocastPrecision):
 
     def _meet(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._run is not None
-        for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS):
-                self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
-            check_optimizer(optimizer, self.precision)
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
+        self.accept(optimizers)
         self._run.engine.add_optimizers(optimizers)
 
     def _stay_plain(self, reason: str) -> None:
@@ -193,8 +181,8 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         if self._aside or self._run is not None or self.precision != "32-true" or is_by_hand:
             return
         for name in _OF_A_PLAIN_STEP:
-            if getattr(type(self), name) is vars(AccelPlugin)[name]:  # and no subclass's
-                lightnings = types.MethodType(getattr(own(self, Precision), name), self)
+            if getattr(type(self), name) is getattr(AccelPlugin, name):  # and no subclass's
+                lightnings = types.MethodType(getattr(type(self._lightnings), name), self)
                 self._aside.add(AttributePatch(name, "Lightning's own", self, name, lightnings))
         self._aside.apply()
 
@@ -203,7 +191,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         run.close()
         self._run = None
         if self.plan.precision == "auto":
-            self._set_precision("32-true")
+            self.set_precision("32-true")
         if self._plain_start is not None and not self._plain_start.goes_on():
             self._plain_start.close()
             self._stand_aside()
@@ -224,13 +212,8 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        if self.scaler is not None:
-            self.scaler.watch(optimizers)
         if self._run is not None and self._run.is_started:
             self._meet(optimizers)
-        else:
-            for optimizer in optimizers:
-                check_optimizer(optimizer, self.precision)
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -249,7 +232,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         step = self._step("train")
-        return step if self.scaler is None else self._scaled_step(step, self.scaler)
+        return step if self.scaler is None else self._scaled_step(step)
 
     @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -286,12 +269,12 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Any, **kwargs: Any
     ) -> Any:
-        run = functools.partial(super().optimizer_step, optimizer, model=model, closure=closure, **kwargs)
+        step = self._lightnings.optimizer_step if self.scaler is None else self.scaled_optimizer_step
         if self._run is not None and self._run.is_started:
             self._run.add_optimizer(optimizer)
-            return run()
+            return step(optimizer, model=model, closure=closure, **kwargs)
         try:
-            result = run()
+            result = step(optimizer, model=model, closure=closure, **kwargs)
         except Exception as error:
             if self._plain_start is not None:
                 self._plain_start.raised(error)
@@ -343,11 +326,8 @@ class AccelPlugin(PluginBase, AutocastPrecision):
 
     @override
     def teardown(self) -> None:
-        self._runs_in_float32 = False
-        self.say_again()
+        super().teardown()
         self._end_beginning()
-        if self.scaler is not None:
-            self.scaler.forget()
         if self._added_logger is not None:
             self._added_logger.close()
             self._added_logger = None
@@ -359,27 +339,21 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         self._aside = PatchSet()
 
     @override
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
-        make, (kind, state) = super().__reduce__()
-        running = ("_run", "_plain_start", "_added_logger", "_unscaled", "purse")
+        state = super().__getstate__()
         state = {name: value for name, value in state.items() if not isinstance(value, types.MethodType)}  # our patches
-        state |= {**dict.fromkeys(running), "_kept": copy(self._kept), "_runs_in_float32": False, "_aside": PatchSet()}
-        return make, (kind, state)
+        running = ("_run", "_plain_start", "_added_logger", "purse")
+        return {**state, **dict.fromkeys(running), "_kept": copy(self._kept), "_aside": PatchSet()}
 
     @override
     def __format__(self, format_spec: str) -> str:
-        # Lightning refuses a plugin with an f-string that has it in it, before anything of ours is asked: there alone
-        # can be said what to use.
-        names = sys._getframe(1).f_locals
-        mend = XLA_MEND if isinstance(names.get("self"), (SingleDeviceXLAStrategy, XLAStrategy)) else ""
-        if names.get("precision_flag") is not None:
-            mend = PRECISION_MEND
-        return format(repr(self), format_spec) + mend
+        # Lightning refuses a plugin with an f-string that contains it, and calls nothing else of ours before.
+        return format(repr(self), format_spec) + _WHERE_REFUSED
 
 
 _LIGHTNINGS = "MixedPrecision"  # under which its own plugin keeps a scaler in checkpoints
-_OF_A_PLAIN_STEP = ("convert_input", "train_step_context")
+_OF_A_PLAIN_STEP = ("convert_input", "train_step_context", "pre_backward", "clip_gradients")
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 

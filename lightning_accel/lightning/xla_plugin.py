@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,8 +20,7 @@ from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.mixed_precision import DTYPES, resolve_precision
+from lightning_accel.techniques.mixed_precision import Autocast, resolve_precision
 
 _NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
 _NO_ANSWERS = (
@@ -31,7 +29,7 @@ _NO_ANSWERS = (
 )
 
 
-class AccelXLAPlugin(PluginBase, XLAPrecision):
+class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
     """What there is to gain under XLA: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does; what XLA does itself, and what
@@ -50,8 +48,6 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
         ValueError: A value is not among those allowed, ``precision="16-mixed"`` among them.
     """
 
-    precision: Any
-
     @override
     def _configure(self, settings: dict[str, Any]) -> None:
         self.plan = Plan(**settings)
@@ -63,6 +59,7 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
         if why := xla.why_missing():
             raise ModuleNotFoundError(f"AccelXLAPlugin: {why}.")
         own(self, XLAPrecision).__init__(self, "32-true")
+        Autocast.__init__(self, "32-true", "xla", is_chosen=False)
         self._run: Run | None = None
         self._added_logger: AddedLogger | None = None
         self._compilations: Compilations | None = None
@@ -81,7 +78,8 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
                 f"AccelXLAPlugin with {type(strategy).__name__} on {strategy.root_device}: it is for"
                 " SingleDeviceXLAStrategy and XLAStrategy. Elsewhere use AccelPlugin."
             )
-        self.precision, reason = resolve_precision(self.plan.precision, host)
+        precision, reason = resolve_precision(self.plan.precision, host)
+        self.set_precision(precision)
         kept = xla.keep_programs(cache.xla_programs())
         # Neither can be had; what was asked for by name is said aloud, below.
         self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, RunState())
@@ -111,13 +109,6 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------
-
-    @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        if self.precision != "bf16-mixed":
-            return super().forward_context()
-        # Without the cast cache, as Lightning does elsewhere: a cast made under no_grad would be used for gradients.
-        return torch.autocast("xla", dtype=torch.bfloat16, cache_enabled=False)
 
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -158,26 +149,6 @@ class AccelXLAPlugin(PluginBase, XLAPrecision):
             self._run.interrupt()
         if self._added_logger is not None:
             self._added_logger.logger.interrupt()
-
-    # -- what a run asks of a precision ------------------------------------------------------------------------
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether steps run in a precision that the user did not ask for by name: none is chosen under XLA."""
-        return False
-
-    @property
-    def image_dtype(self) -> torch.dtype:
-        """What preprocessed images are to be in: what steps compute in, to the run's end."""
-        return DTYPES.get(self.precision, torch.float32)
-
-    def arms(self) -> list[Arm]:
-        """What live trials may choose from: nothing."""
-        return []
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """What the backward pass starts from."""
-        return loss
 
     # -- a run ends --------------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""Mixed precision: which one suits the device, the autocast region, and a gradient scaler that keeps count.
+"""Mixed precision: which one suits the device, and the number format of a step.
 
 Micikevicius et al., "Mixed Precision Training" (2018), https://arxiv.org/abs/1710.03740.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,16 +13,17 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
 from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
-from lightning_accel.core.torch_private.training import optimizer_states
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.core.report import Report
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import BuildContext, Forecast, Technique
+from lightning_accel.techniques.grad_scaler import CountingGradScaler
 from lightning_accel.techniques.registry import register
 
+ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -40,8 +40,11 @@ class PrecisionPlan:
     mode: PrecisionSetting = "auto"
 
 
-def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
-    """The precision that ``setting`` means on ``host``, and the reason in words; another one where it cannot be had."""
+def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[ResolvedPrecision, str]:
+    """The precision that ``setting`` comes to on ``host``, and the reason in words.
+
+    It differs from a setting other than ``"auto"`` only if the host cannot compute in that.
+    """
     if setting == "16-mixed" and host.kind == "xla":
         return "32-true", (
             "float16 needs a gradient scaler, which would stop XLA at every step, and TPUs compute in bfloat16:"
@@ -66,7 +69,7 @@ def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[str, str]:
 def without_mha_fast_path(device_type: str) -> AbstractContextManager[None]:
     """Keeps ``nn.TransformerEncoder`` and its parts on their ordinary path, on CPU.
 
-    Their inference fast path checks for autocast on CUDA only: under CPU autocast a padding mask sends it into a
+    Their inference fast path checks for autocast on CUDA only. Under CPU autocast, a padding mask sends it into a
     nested-tensor kernel that fails with "expected scalar type Float but found BFloat16" (torch 2.11 to 2.13).
     """
     if device_type != "cpu":
@@ -74,119 +77,101 @@ def without_mha_fast_path(device_type: str) -> AbstractContextManager[None]:
     return temporarily(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 
 
-class CountingGradScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` for several optimizers a step, which counts the steps it skipped.
+class Autocast:
+    """The number format of steps: the autocast region and, for float16, the gradient scaler.
 
-    It differs from torch's in four ways, none of which changes a correct use of it: :meth:`unscale_` may be called
-    again (clipping by hand and stepping both need it); a scale left without :meth:`update` after a step is updated
-    before it is next used; gradients of other optimizers that wait for their step meanwhile are brought to the new
-    scale; skipped steps are counted on the device, without a synchronisation.
+    Args:
+        precision: The precision at first.
+        device: The type of the device that computes.
+        is_chosen: Whether this library chose the precision. A step may then run in float32 after all; a precision that
+            the user asked for by name is never left.
+
+    Attributes:
+        precision: The precision in force.
+        device: The type of the device that computes.
+        scaler: The gradient scaler with ``"16-mixed"``, else None.
     """
 
-    def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
-        super().__init__(device, **kwargs)
+    precision: Any  # a ResolvedPrecision; Lightning's Precision declares more
+    scaler: CountingGradScaler | None = None
+
+    def __init__(self, precision: ResolvedPrecision, device: str, *, is_chosen: bool) -> None:
         self.device = device
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._unscaled: set[int] = set()
-        self._stepped: set[int] = set()
-        self._skipped: Tensor | None = None
+        self._is_chosen = is_chosen
+        self._runs_in_float32 = False
+        self.set_precision(precision)
+
+    def set_precision(self, precision: ResolvedPrecision) -> None:
+        """Sets the precision of the steps that follow."""
+        self.precision = precision
+        if precision != "16-mixed":
+            self.scaler = None
+        elif self.scaler is None or self.scaler.device != self.device:
+            self.scaler = CountingGradScaler(self.device)
+
+    def give_up(self, report: Report, reason: str) -> None:
+        """Sets float32 for the rest of the run, unless the user asked for another precision by name."""
+        if self.chosen_dtype is not None:
+            self.set_precision("32-true")
+            record = report.of("precision")
+            record.is_on, record.status = False, f"32-true: {reason}"
+
+    # -- around a step -----------------------------------------------------------------------------------------
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The region in which forward and loss compute."""
+        if self._runs_in_float32 or self.precision == "32-true":
+            return nullcontext()
+        return self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with without_mha_fast_path(self.device), self.autocast_context_manager():
+            yield
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """The autocast region alone, by the name that it has in Lightning's ``MixedPrecision``."""
+        # Autocast's cache would use a cast that was made under no_grad again where a gradient is due.
+        return torch.autocast(self.device, dtype=DTYPES[self.precision], cache_enabled=False)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Runs a step in float32, unless the user asked for another precision by name."""
+        before, self._runs_in_float32 = self._runs_in_float32, self._is_chosen or self._runs_in_float32
+        try:
+            yield
+        finally:
+            self._runs_in_float32 = before
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss that the backward pass starts from."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    # -- what others ask ---------------------------------------------------------------------------------------
 
     @property
-    def skipped_steps(self) -> int:
-        """How many updates found an overflow and skipped their optimizer step. Synchronises the device."""
-        return 0 if self._skipped is None else int(self._skipped.item())
+    def is_ours(self) -> bool:
+        """Whether the next step runs in a precision below float32 that this library chose."""
+        return self._is_chosen and self.precision != "32-true" and not self._runs_in_float32
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Makes optimizers known before their first step, so that no update passes over their waiting gradients."""
-        self._optimizers.update(optimizers)
+    @property
+    def chosen_dtype(self) -> torch.dtype | None:
+        """The dtype below float32 that this library chose; None if the user chose, or if the run is in float32."""
+        return DTYPES.get(self.precision) if self._is_chosen else None
 
-    @override
-    def scale(self, outputs: Any) -> Any:
-        if self._stepped:
-            # Those that are unscaled and wait for their step stay so, and answer for their overflow then.
-            states = optimizer_states(self)
-            waiting = {key: states.pop(key) for key in self._unscaled - self._stepped}
-            self.update()
-            optimizer_states(self).update(waiting)
-            self._unscaled.update(waiting)
-        return super().scale(outputs)
+    @property
+    def image_dtype(self) -> torch.dtype:
+        """The dtype for preprocessed images. They are made ahead, so it is float32 if a step may return to that."""
+        return torch.float32 if self._is_chosen else DTYPES.get(self.precision, torch.float32)
 
-    @override
-    def unscale_(self, optimizer: Optimizer) -> None:
-        if self.is_enabled() and id(optimizer) not in self._unscaled and _has_gradients(optimizer):
-            super().unscale_(optimizer)
-            self._optimizers.add(optimizer)
-            self._unscaled.add(id(optimizer))
+    def arms(self) -> list[Arm]:
+        """The choices of live trials. Float16 is none: its scaler makes the step another kind of step."""
+        if self._is_chosen and self.precision == "bf16-mixed":
+            return [Arm("precision", ("bf16-mixed",), self._set_choice)]
+        return []
 
-    @override
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if not self.is_enabled() or not _has_gradients(optimizer):
-            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]  # nothing to unscale or to check
-        result = super().step(optimizer, *args, **kwargs)
-        self._optimizers.add(optimizer)
-        self._unscaled.add(id(optimizer))
-        self._stepped.add(id(optimizer))
-        return result
-
-    @override
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        if not self.is_enabled():
-            return
-        if new_scale is None and not any(state["found_inf_per_device"] for state in optimizer_states(self).values()):
-            return
-        before = None if self._scale is None else self._scale.clone()
-        super().update(new_scale)
-        if before is not None and self._scale is not None:
-            waiting = [p.grad for p in self._parameters_under_scale() if p.grad is not None]
-            for gradient in waiting:
-                gradient.mul_(self._scale / before)
-            if new_scale is None:
-                skipped = (self._scale < before).sum()
-                self._skipped = skipped if self._skipped is None else self._skipped + skipped
-        self._unscaled.clear()
-        self._stepped.clear()
-
-    def finish_step(self) -> None:
-        """Ends a training step: the scale is updated, and whatever was unscaled without a step is forgotten."""
-        if self._stepped:
-            self.update()
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops what a step that did not come to its end has left behind."""
-        if self._unscaled:
-            optimizer_states(self).clear()
-        self._unscaled.clear()
-        self._stepped.clear()
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_optimizers")  # weak references to the optimizers of this process
-        return state
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._optimizers = weakref.WeakSet()
-
-    def _parameters_under_scale(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers:
-            if id(optimizer) not in self._unscaled:
-                yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-
-
-def check_optimizer(optimizer: Optimizer, precision: str) -> None:
-    """Raises a ``ValueError`` for an optimizer that cannot work with a gradient scaler."""
-    if precision == "16-mixed" and isinstance(optimizer, LBFGS):
-        raise ValueError(
-            f"{type(optimizer).__name__} with precision='16-mixed': it calls its closure several times a step, and"
-            " the gradient scaler can neither unscale nor skip in between. Use precision='bf16-mixed' or '32-true'."
-        )
+    def _set_choice(self, choice: str) -> None:
+        self._runs_in_float32 = choice == OFF
 
 
 @register(
@@ -200,25 +185,24 @@ def check_optimizer(optimizer: Optimizer, precision: str) -> None:
     in_plain_loops_only=True,
 )
 class MixedPrecision(Technique):
-    """Autocast around every step of a plain PyTorch loop (under Lightning its own ``MixedPrecision`` does this)."""
+    """Autocast around every step of a plain PyTorch loop. Under Lightning, its precision plugin does this."""
 
     acts_without_sites: ClassVar[bool] = True
 
     def __init__(self, setting: PrecisionSetting, host: Host) -> None:
         self.precision, reason = resolve_precision(setting, host)
         self._setting, self._reason = setting, reason
-        self._autocast_to = DTYPES.get(self.precision)
-        # What was not asked for by name may be given up, and batches are made ahead.
-        self.dtype = None if setting == "auto" else self._autocast_to
+        # Live trials may leave a precision that we chose, and batches are made ahead.
+        self.dtype = None if setting == "auto" else DTYPES.get(self.precision)
         self.notes.status = f"{self.precision}: {reason}"
         if setting not in ("auto", self.precision):
             self.notes.warn(f"precision={setting!r}: {reason}")
         self._device_type = host.device_type
 
     @cached_property
-    def scaler(self) -> torch.amp.GradScaler:
-        """The loop's, which does nothing unless the precision is ``"16-mixed"``."""
-        return torch.amp.GradScaler(self._device_type, enabled=self.precision == "16-mixed")
+    def autocast(self) -> Autocast:
+        """What the steps run in."""
+        return Autocast(self.precision, self._device_type, is_chosen=self._setting == "auto")
 
     @classmethod
     @override
@@ -235,22 +219,8 @@ class MixedPrecision(Technique):
 
     @override
     def arms(self) -> Iterable[Arm]:
-        # float16 needs its scaler, and with it a step of another kind: that stays as the rules have it.
-        if self._setting == "auto" and self.precision == "bf16-mixed":
-            yield Arm(self.name, (self.precision,), self._set_choice)
-
-    def _set_choice(self, choice: str) -> None:
-        self._autocast_to = DTYPES.get(choice)
+        return self.autocast.arms()
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self._autocast_to is None else self._autocast(self._autocast_to)
-
-    @contextmanager
-    def _autocast(self, dtype: torch.dtype) -> Iterator[None]:
-        # Without the cast cache, as Lightning does: a cast made under no_grad would be reused where gradients are due.
-        with (
-            without_mha_fast_path(self._device_type),
-            torch.autocast(self._device_type, dtype=dtype, cache_enabled=False),
-        ):
-            yield
+        return self.autocast.forward_context()

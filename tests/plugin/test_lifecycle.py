@@ -262,13 +262,15 @@ def test_a_copied_plugin_trains(make_trainer: MakeTrainer, precision: Any, dupli
     assert twin.plan == plugin.plan
 
 
-def test_a_subclass_stays_what_it_is(make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("precision", ["auto", "32-true", "bf16-mixed"])
+def test_a_subclass_stays_what_it_is(make_trainer: MakeTrainer, precision: Any) -> None:
     class Mine(AccelPlugin):
         pass
 
-    plugin = Mine(precision="bf16-mixed")
+    plugin = Mine(precision=precision)
     make_trainer(plugins=[plugin]).fit(Supervised(cnn()), images())
-    assert isinstance(plugin, Mine)
+    assert type(plugin) is Mine
+    assert plugin.__class__.__qualname__ == Mine.__qualname__  # the key of its state in checkpoints
 
 
 def test_the_representation_names_the_precision_and_what_is_not_default() -> None:

@@ -15,6 +15,7 @@ from support import either_package
 STEPS = 3 * 8
 HELD = {
     "is of its Trainer's package": True,
+    "is mixed if it autocasts": True,
     "is its strategy": True,
     "are its callbacks": True,
     "the user's override is called": True,

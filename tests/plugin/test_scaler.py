@@ -294,7 +294,7 @@ def test_a_second_fit_after_an_exception_starts_with_no_leftovers(make_trainer: 
     with pytest.raises(RuntimeError, match="in the middle"):
         make_trainer(plugins=[plugin], callbacks=[Call(on_before_optimizer_step=explode)]).fit(model, vectors())
     assert plugin.scaler is not None
-    assert not plugin.scaler._unscaled
+    assert not plugin.scaler._per_optimizer_states
     make_trainer(plugins=[plugin]).fit(model, vectors())
     assert torch.isfinite(weights(model)).all()
 

@@ -95,6 +95,8 @@ class Runs:
         logger = SpeedMemoryLogger()
         callbacks = [logger, TraceCallback(), GpuStats()]
         _, watched = self.fit(plugins=[AccelPlugin(**BLOCK)], callbacks=callbacks)
+        autocasting = AccelPlugin(precision="bf16-mixed")
+        self.fit(plugins=[autocasting])
         self.fit(plugins=[AccelPlugin()])
         refused = ""
         try:
@@ -106,8 +108,10 @@ class Runs:
             args=["fit", "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--accel.tune=off"],
             save_config_callback=None,
         )
+        mixed = self.package.plugins.precision.MixedPrecision
         return {
             "is of its Trainer's package": isinstance(plugin, self.package.plugins.precision.Precision),
+            "is mixed if it autocasts": (isinstance(plugin, mixed), isinstance(autocasting, mixed)) == (False, True),
             "the user's override is called": plugin.is_connected,
             "applied": plugin.report.applied("gradient_checkpointing"),
             "same weights": [_are_equal(plain, each) for each in (fast, by_name, by_strategy, watched)],

@@ -17,7 +17,7 @@ from support.xla_runs import fit, rows, trainer
 
 
 def test_accel_plugin_with_an_xla_strategy_names_the_other_one() -> None:
-    with pytest.raises(TypeError, match=r"only work with the `XLAPrecision`.*there is lightning_accel.AccelXLAPlugin"):
+    with pytest.raises(TypeError, match=r"only work with the `XLAPrecision`.*use lightning_accel.AccelXLAPlugin"):
         trainer(AccelPlugin())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import LBFGS, Optimizer
@@ -69,19 +71,21 @@ class CountingGradScaler(GradScaler):
 
     @override
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        if new_scale is None and not any(state["found_inf_per_device"] for state in self._states.values()):
+        found = [inf for state in self._states.values() for inf in state["found_inf_per_device"].values()]
+        if not self.is_enabled() or (new_scale is None and not found):
             return
-        optimizers = [found for ref in self._optimizers if (found := ref()) is not None and self._is_scaled(found)]
-        before = self._scale.clone() if self.is_enabled() and self._scale is not None else None
+        optimizers = [one for ref in self._optimizers if (one := ref()) is not None and self._is_scaled(one)]
+        groups = [group["params"] for one in optimizers for group in one.param_groups]
+        scaled = [p.grad for parameters in groups for p in parameters if p.grad is not None]
+        scale = self._scale  # which torch updates in place
+        before = scale.clone() if scaled and scale is not None else None
         super().update(new_scale)
-        if before is None or self._scale is None:
-            return
-        for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                parameter.grad.mul_(self._scale / before)
+        if before is not None and scale is not None:
+            for gradient in scaled:
+                gradient.mul_(scale / before)
         if new_scale is None:
-            skipped = (self._scale < before).sum()
-            self._skipped = skipped if self._skipped is None else self._skipped + skipped
+            overflow = functools.reduce(torch.maximum, (inf.to(found[0].device) for inf in found))
+            self._skipped = overflow if self._skipped is None else self._skipped + overflow
 
     def finish_step(self) -> None:
         """Ends a training step: updates the scale and forgets what was unscaled without a step."""

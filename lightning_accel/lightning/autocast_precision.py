@@ -18,6 +18,9 @@ from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.grad_scaler import check_optimizer
 from lightning_accel.techniques.mixed_precision import Autocast
 
+# Where Lightning's own precision="16-mixed" keeps the scaler's state in checkpoints: now, and before 1.6.
+_SCALER_KEYS = ("MixedPrecision", "native_amp_scaling_state")
+
 
 class AutocastPrecision(Autocast, Precision):
     """An :class:`Autocast` that a Trainer takes as its precision plugin."""
@@ -108,6 +111,17 @@ class AutocastPrecision(Autocast, Precision):
             yield
         if self.scaler is not None:
             self.scaler.finish_step()  # with manual optimization every optimizer of this step has stepped
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            checkpoint[_SCALER_KEYS[0]] = self.scaler.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        states = [state for key in _SCALER_KEYS if (state := checkpoint.get(key))]
+        if self.scaler is not None and states:
+            self.scaler.load_state_dict(states[0])
 
     @override
     def teardown(self) -> None:

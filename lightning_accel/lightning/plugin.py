@@ -289,10 +289,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     def state_dict(self) -> dict[str, Any]:
         if self._run is not None:
             self._run.keep()
-        state = self._kept.to_dict()
-        if self.scaler is not None:
-            state["scaler"] = self.scaler.state_dict()
-        return state
+        return self._kept.to_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -300,25 +297,18 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         self._kept.decisions.update(decisions)
         if self._run is not None and self._run.is_started:
             self._run.resume(decisions)
-        # The bare state of a scaler: what Lightning kept as "native_amp_scaling_state" before 1.6.
-        scaler_state = state_dict if "scale" in state_dict else state_dict.get("scaler")
-        if self.scaler is not None and scaler_state:
-            self.scaler.load_state_dict(scaler_state)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         self._interrupt()
-        if self.scaler is not None:
-            # Where Lightning's own precision="16-mixed" looks for it.
-            checkpoint[_LIGHTNINGS] = self.scaler.state_dict()
         if self._run is not None:
             self._run.restore_layouts(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         state = checkpoint.get(AccelPlugin.__qualname__)
-        if state is None and checkpoint.get(_LIGHTNINGS):
-            state = {"scaler": checkpoint[_LIGHTNINGS]}
         if state is not None:
             self.load_state_dict(state)
 
@@ -352,7 +342,6 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         return format(repr(self), format_spec) + _WHERE_REFUSED
 
 
-_LIGHTNINGS = "MixedPrecision"  # under which its own plugin keeps a scaler in checkpoints
 _OF_A_PLAIN_STEP = ("convert_input", "train_step_context", "pre_backward", "clip_gradients")
 _WAITS = "waiting for plain steps that tell what it may cost"
 

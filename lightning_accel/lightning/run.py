@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,29 +33,13 @@ from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.step.pipeline import Layer, StepPipeline
-from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
+from lightning_accel.techniques.mixed_precision import Autocast
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.verdict_cache import Program
 
 _LOOK = 0.01  # the share of a turn that a look before every switch may take
-
-
-class RunPrecision(Protocol):
-    """What a run needs of the precision plugin: an :class:`AutocastPrecision`, or the one for XLA."""
-
-    precision: Any
-
-    @property
-    def is_ours(self) -> bool: ...
-
-    @property
-    def image_dtype(self) -> torch.dtype: ...
-
-    def arms(self) -> list[Arm]: ...
-
-    def scaled(self, loss: Tensor) -> Tensor: ...
 
 
 class Run:
@@ -84,7 +68,7 @@ class Run:
         module: LightningModule,
         host: Host,
         plan: Plan,
-        precision: RunPrecision,
+        precision: Autocast,
         kept: RunState,
         purse: Purse | None = None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]] = tuple,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accel.assembly import build_context

@@ -23,7 +23,7 @@ from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.callbacks._summary_logger import Teller
-from lightning_accel.core.clocks import StepClock, clock_for, monotonic, seconds
+from lightning_accel.core.clocks import Deadline, StepClock, clock_for, seconds
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.core.tree import leaves
@@ -106,7 +106,7 @@ class FitInstruments:
         asks = report_path(trainer) is not None or RECORD_VARIABLE in os.environ
         self._allowance = Allowance(trainer, is_asked=is_asked or asks)
         self._every_s = every_s if trainer.world_size == 1 else 0.0  # ranks would not agree on what time it is
-        self._told_at = monotonic()
+        self._next_interval = Deadline(self._every_s)
         self._epochs: list[int] = []  # that were not told of
         self._look_at, self._is_looking = self._FIRST_LOOK, True
         self._rest_at: float = math.inf if trainer.world_size > 1 or self._allowance.is_asked else _IN_A_ROW
@@ -247,7 +247,7 @@ class FitInstruments:
     def epoch_ended(self) -> bool:
         """Told of every epoch; whether it is time to measure the interval."""
         self._epochs.append(self._trainer.current_epoch)
-        if monotonic() - self._told_at >= self._every_s:
+        if self._next_interval.is_over():
             return True
         self.pause()
         return False
@@ -350,7 +350,7 @@ class FitInstruments:
                 self.record.epoch_ended(self.clock.timed, speed)
             if self.teller is not None and speed is not None:
                 self.teller.epochs.append(speed)
-        self._epochs, self._told_at = [], monotonic()
+        self._epochs, self._next_interval = [], Deadline(self._every_s)
         return speed
 
     def _measured(self) -> RankEpoch:

@@ -23,7 +23,7 @@ from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._phase_sampler import EVERY, StepParts, Taken
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
-from lightning_accel.core.clocks import Tally, monotonic
+from lightning_accel.core.clocks import Deadline, Tally
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.record import (
@@ -65,7 +65,7 @@ class FitRecord:
         self._epochs: deque[tuple[EpochSpeed, float | None]] = deque(maxlen=_MOST_WAITING)  # that are not in the file
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
-        self._due = monotonic() + EVERY_S
+        self._due = Deadline(EVERY_S)
         # Since training began, in whichever run: losses are compared at equal steps.
         self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         is_automatic = trainer.lightning_module.automatic_optimization
@@ -117,7 +117,7 @@ class FitRecord:
             self._capturing += [self._told] * is_timed
         self._told += is_timed
         self._keep(outputs)
-        if monotonic() >= self._due:
+        if self._due.is_over():
             self._take(tally)
             self._write()
 
@@ -170,7 +170,7 @@ class FitRecord:
     def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
-        if self._writer is None or monotonic() >= self._due:
+        if self._writer is None or self._due.is_over():
             self._write()
         self._epochs.append((speed, self._reserved_mib()))
         self._attempt(self._catch_up)
@@ -228,7 +228,7 @@ class FitRecord:
         self._taken, self._taken_samples = len(tally.cycle_ms), tally.samples
 
     def _write(self) -> None:
-        self._due = monotonic() + EVERY_S
+        self._due = Deadline(EVERY_S)
         if self._steps > self._written:
             self._guarded(lambda: self._course.append(self._some()))
             self._attempt(self._catch_up)

@@ -17,7 +17,7 @@ from lightning_accel.callbacks._epoch import PREFIX
 from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._meters import EnergyMeter
 from lightning_accel.callbacks._nvml import Card, NoCardError
-from lightning_accel.core.clocks import monotonic
+from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.ranks import gather
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 
@@ -163,10 +163,10 @@ class _FitStats:
         self.ends = EpochEnds.open(trainer)
         self._samples = SampleCounter(batch_size_fn, self._say_samples_unknown)
         self._epoch = CardEpoch()
-        self._due = 0.0
+        self._due = Deadline(0.0)
 
     def restart(self) -> None:
-        self._epoch, self._due = CardEpoch(), 0.0
+        self._epoch, self._due = CardEpoch(), Deadline(0.0)
         self.energy.restart()
 
     def step_ended(self, batch: Any) -> None:
@@ -176,8 +176,8 @@ class _FitStats:
             return
         samples, epoch = self._samples.count(batch), self._epoch
         epoch.samples = None if samples is None or epoch.samples is None else epoch.samples + samples
-        if monotonic() >= self._due:
-            self._due = monotonic() + _EVERY_S
+        if self._due.is_over():
+            self._due = Deadline(_EVERY_S)
             self._ask(self.card)
 
     def measure(self) -> dict[str, float]:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_accel.evidence.record import Record
+    from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.evidence.record import Record
 
 _LAST_LINES = 20
 _PATIENCE_S = 10.0  # for a program that was asked to end
@@ -87,7 +87,7 @@ def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
     for number, (side, counts) in enumerate(turns, start=1):
         first = "" if counts else ", to fill caches"
         _say(f"run {number} of {len(turns)}: {side.letter}, {side.name}{first} ... ", end="")
-        begun = time.monotonic()
+        stopwatch = Stopwatch()
         try:
             record = side.run(folder / f"{number}-{side.letter}")
         except BaseException:
@@ -95,7 +95,7 @@ def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
             raise
         fits = len(list(record.path.parent.glob("*.jsonl")))
         last = f", the last of {fits} fits" if fits > 1 else ""
-        print(f"{record.num_steps:,} steps{last}, {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+        print(f"{record.num_steps:,} steps{last}, {stopwatch.seconds():.1f} s", file=sys.stderr, flush=True)
         if counts:
             side.records.append(record)
 

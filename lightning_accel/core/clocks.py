@@ -8,10 +8,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    import torch  # help and plans come without it
 
 # Taken once, and by all from here: what somebody exchanges in `time`, as tests do, neither stops nor counts our clocks.
 monotonic, perf_counter = time.monotonic, time.perf_counter
@@ -19,8 +21,39 @@ perf_counter_ns, thread_time_ns = time.perf_counter_ns, time.thread_time_ns
 
 
 def seconds() -> float:
-    """Of the clock that times steps."""
+    """The time in seconds, by the clock that times steps."""
     return perf_counter_ns() / 1e9
+
+
+class Stopwatch:
+    """Measures how long something takes on the host, once: a compilation, a file that is loaded."""
+
+    def __init__(self) -> None:
+        self._began = perf_counter()
+
+    def seconds(self) -> float:
+        """The seconds since the stopwatch began."""
+        return perf_counter() - self._began
+
+    def lap(self) -> float:
+        """Returns the seconds since the stopwatch began, and begins again."""
+        now = perf_counter()
+        took, self._began = now - self._began, now
+        return took
+
+
+class Deadline:
+    """A moment that is some seconds away. No time is measured by it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = monotonic() + seconds
+
+    def left_s(self) -> float:
+        """The seconds until then; negative once it is over."""
+        return self._at - monotonic()
+
+    def is_over(self) -> bool:
+        return monotonic() >= self._at
 
 
 @dataclass
@@ -231,6 +264,8 @@ def clock_for(device: torch.device) -> StepClock:
     """The clock that tells the truth on ``device``."""
     if device.type != "cuda":
         return StepClock()
+    import torch
+
     return EventClock(
         lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
         lambda: torch.cuda.current_stream(device),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.patch import MethodPatch
 from lightning_accel.core.torch_private import modules
 from lightning_accel.core.torch_private.compilation import compile_with_inductor, compiled_call, set_compiled_call
@@ -75,12 +75,12 @@ class Kind:
     def compiled(self, graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
         """What the compiler makes of a graph; counted and timed."""
         self.prepare(graph)
-        start = perf_counter()
+        stopwatch = Stopwatch()
         try:
             return compile_with_inductor(graph, inputs, options)
         finally:
             self.graphs += 1
-            self.seconds += perf_counter() - start
+            self.seconds += stopwatch.seconds()
             self._told(self)
 
     def forget(self) -> None:

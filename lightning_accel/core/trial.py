@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import dtype_of_products
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated
@@ -25,6 +25,7 @@ from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.random_streams import TORCHS, same_state
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
+from lightning_accel.core.time_calls import time_calls
 from lightning_accel.core.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial_passes import Call, Passes
@@ -144,7 +145,7 @@ class Trial:
         self._passes = Passes(self.module, self.with_gradients, self.judged)
         self._drawn: set[str] = set()  # from which streams of others than torch, which nobody replays
         self._is_warm = False  # whether both sides were called before
-        self._paid_until = perf_counter()
+        self._unpaid = Stopwatch()
 
     def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> Comparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
@@ -165,7 +166,8 @@ class Trial:
 
     def rehearse(self, side: Variant) -> Comparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
-        return self._ended(lambda: Comparison(candidate_ms=1e3 * self._timed(side)))[0]
+        timed = time_calls({0: lambda: self._ready(side)}, self._device)
+        return self._ended(lambda: Comparison(candidate_ms=1e3 * next(timed)[0]))[0]
 
     def time(self, original: Variant, candidate: Variant) -> Comparison:
         """Times both, forward and backward, in turns, and oftener while neither is clearly the faster.
@@ -178,7 +180,7 @@ class Trial:
     def _ended(self, tried: Callable[[], Comparison]) -> tuple[Comparison, list[str]]:
         """What came out, and what was found changed; nothing that is raised goes further."""
         left_behind: list[str] = []
-        self._paid_until = perf_counter()
+        self._unpaid.lap()
         try:
             with isolated(self.module, self._device) as left_behind:
                 found = tried()
@@ -192,8 +194,7 @@ class Trial:
 
     def _pay(self) -> float:
         """Pays for what was done since the last call; that is what the next may take, too."""
-        now = perf_counter()
-        spent_s, self._paid_until = now - self._paid_until, now
+        spent_s = self._unpaid.lap()
         if self.purse is not None:
             self.purse.pay(TRIALS, spent_s)
         return spent_s
@@ -205,18 +206,26 @@ class Trial:
     def _times(self, original: Variant, candidate: Variant) -> Comparison:
         before, after = math.inf, math.inf
         least = MIN_PAIRS if self._is_warm else 2
-        for pairs in range(1, 1 + min(MAX_PAIRS, max(self.max_pairs, least))):
+        most = min(MAX_PAIRS, max(self.max_pairs, least))
+        rounds = time_calls({0: lambda: self._ready(original), 1: lambda: self._ready(candidate)}, self._device)
+        for pairs, took in enumerate(itertools.islice(rounds, most), start=1):
             # Whatever else a machine does can only add to a time.
-            before, after = min(before, self._timed(original)), min(after, self._timed(candidate))
+            before, after = min(before, took[0]), min(after, took[1])
             is_faster, is_slower = after < (1 - CLEARLY) * before, before < (1 - CLEARLY) * after
             if pairs >= least and (is_faster or (is_slower and pairs > 1)):
                 break
         return Comparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
 
-    def _timed(self, side: Variant) -> float:
+    @contextmanager
+    def _ready(self, side: Variant) -> Iterator[Callable[[], object]]:
+        """Prepares a pass of one side to be timed.
+
+        Raises:
+            _TooDearError: The purse cannot pay for it.
+        """
         self._ask_purse()
         with side.state():
-            return self._passes.seconds(side.call, *side.given(self.args, self.kwargs), self._device)
+            yield self._passes.prepared(side.call, *side.given(self.args, self.kwargs))
 
     # -- numbers -----------------------------------------------------------------------------------------------
 

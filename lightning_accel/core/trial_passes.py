@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core.clocks import perf_counter
-from lightning_accel.core.device import synchronize
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import map_tensors, tensors_in
 
@@ -35,13 +33,10 @@ class Passes:
         self.writes_to_input |= any(version_of(t) for t in tensors_in(inputs) if not t.is_inference())
         return [_comparable(t) for t in results]
 
-    def seconds(self, call: Call, args: Any, kwargs: Any, device: torch.device) -> float:
+    def prepared(self, call: Call, args: Any, kwargs: Any) -> Callable[[], object]:
+        """A pass, to be timed, on copies of the arguments that are made now. It can run once."""
         leaves, inputs = self.copies(args, kwargs)
-        synchronize(device)
-        start = perf_counter()
-        self._forward_and_backward(call, leaves, inputs, torch.ones_like)
-        synchronize(device)
-        return perf_counter() - start
+        return lambda: self._forward_and_backward(call, leaves, inputs, torch.ones_like)
 
     def saved_elements(self, call: Call, args: Any, kwargs: Any) -> int:
         """What one forward pass keeps for its backward pass: one sample of long attention can be gigabytes."""

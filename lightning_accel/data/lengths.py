@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.data.loader_state import UnreadableError, state_of
 
@@ -74,10 +74,10 @@ def _read(dataset: Any, before: StateSnapshot) -> np.ndarray[Any, Any]:
         raise UncountedError(f"its samples draw random numbers, and their lengths may hang on them; {_MEND}")
     if _state(dataset) != state:
         raise UncountedError(f"its data change as they are read; {_MEND}")
-    began = perf_counter()
+    stopwatch = Stopwatch()
     for index, sample in enumerate(_samples(dataset, range(few, count)), few):
         lengths[index] = _length(sample)
-        passed_s = perf_counter() - began
+        passed_s = stopwatch.seconds()
         if passed_s > _SURE_S and (all_s := passed_s / (index + 1 - few) * count) > _MOST_S:
             raise UncountedError(f"to read its {count:,} samples would take about {all_s:,.0f} s; {_MEND}")
     if before.drawn():

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.data.pipeline_lanes import Job, Lane
 from lightning_accel.data.position import Position
 
@@ -125,7 +125,7 @@ class Run:
 
     def _fetch(self, job: Job) -> None:
         assert self.source is not None
-        began = perf_counter()
+        stopwatch = Stopwatch()
         try:
             if self._is_exhausted:
                 raise StopIteration
@@ -138,7 +138,7 @@ class Run:
         except Exception as error:
             job.error = error
         self._is_exhausted = job.error is not None
-        self.progress.fetch_s += perf_counter() - began
+        self.progress.fetch_s += stopwatch.seconds()
 
     def _work(self) -> None:
         while (job := self._inbox.get()) is not None:
@@ -147,9 +147,9 @@ class Run:
                     if self.in_background and not self._is_stopped:
                         self._fetch(job)
                     if job.error is None and not self._is_stopped:
-                        began = perf_counter()
+                        stopwatch = Stopwatch()
                         self.lane.prepare(job)
-                        self.progress.prepare_s += perf_counter() - began
+                        self.progress.prepare_s += stopwatch.seconds()
             except StopIteration as error:  # as in a generator (PEP 479): it would look like the end of the data
                 job.error = RuntimeError("a batch transform raised StopIteration")
                 job.error.__cause__ = error

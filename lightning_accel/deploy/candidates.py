@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import tensors_in
@@ -67,9 +67,9 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
     args, kwargs = arguments
     exported = export(made, kwargs or args, form, path=folder / f"{name}{FORMS[form].ending}")
     remarks += [f"{dimension} is {size}, fixed by the model" for dimension, size in exported.fixed.items()]
-    began = perf_counter()
+    stopwatch = Stopwatch()
     call = exported.load()
-    loading_ms = 1e3 * (perf_counter() - began)
+    loading_ms = 1e3 * stopwatch.seconds()
     first_ms = loading_ms + _first_call_ms(call, arguments)
     growth = _growth(form, exported.path, exported.device_type)
     return Candidate(name, call, exported.num_bytes, growth, first_ms, tuple(remarks))
@@ -77,11 +77,11 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
 
 def _first_call_ms(call: Callable[..., Any], arguments: Arguments) -> float:
     device = next((tensor.device for tensor in tensors_in(arguments)), torch.device("cpu"))
-    began = perf_counter()
+    stopwatch = Stopwatch()
     with torch.no_grad():
         call(*arguments[0], **arguments[1])
     synchronize(device)
-    return 1e3 * (perf_counter() - began)
+    return 1e3 * stopwatch.seconds()
 
 
 def _growth(form: str, path: Path, device_type: str) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_accel.core.clocks import monotonic
+from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.inputs import Arguments
 
@@ -19,22 +19,22 @@ SECONDS = 60.0
 
 def first_off(model: nn.Module, calls: list[Arguments], is_off: IsOff) -> str:
     """The innermost module that is off by itself, on the inputs it has within the model; empty: none is."""
-    name, module, ends = "", model, monotonic() + SECONDS
-    while found := next(_children_off(module, calls, is_off, ends), None):
+    name, module, deadline = "", model, Deadline(SECONDS)
+    while found := next(_children_off(module, calls, is_off, deadline), None):
         child, calls = found
         name, module = f"{name}.{child}".lstrip("."), module.get_submodule(child)
     return f"{name!r}, {type(module).__name__}" if name else ""
 
 
 def _children_off(
-    module: nn.Module, calls: list[Arguments], is_off: IsOff, ends: float
+    module: nn.Module, calls: list[Arguments], is_off: IsOff, deadline: Deadline
 ) -> Iterator[tuple[str, list[Arguments]]]:
     seen: dict[str, list[Arguments]] = {}
     with _watched(module, seen):
         for args, kwargs in calls:
             module(*args, **kwargs)
     for name, inner in seen.items():
-        if monotonic() > ends:
+        if deadline.is_over():
             return
         if is_off(module.get_submodule(name), inner):
             yield name, inner

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_accel.core.clocks import perf_counter
-from lightning_accel.core.device import synchronize
+from lightning_accel.core.clocks import Deadline
+from lightning_accel.core.time_calls import time_calls
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.tuning.pairs import Interval, PairTest
 
@@ -47,31 +49,26 @@ def timed(
     calls: Mapping[str, Call], arguments: Arguments, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
     """Name → seconds of each round, in which a call of each is timed; rounds begin at either end in turns."""
-    args, kwargs = arguments
-    spent: dict[str, list[float]] = {name: [] for name in calls}
+    bound = {name: functools.partial(call, *arguments[0], **arguments[1]) for name, call in calls.items()}
+    rounds: list[dict[str, float]] = []
     with torch.no_grad():
-        for call in calls.values():
+        for call in bound.values():
             for _ in range(WARM_UP):
-                call(*args, **kwargs)
-        ends, rounds = perf_counter() + seconds, 0
-        while rounds < LEAST_ROUNDS or perf_counter() < ends:
-            for name in calls if rounds % 2 == 0 else reversed(list(calls)):
-                _settle(calls[name], arguments)
-                synchronize(device)
-                began = perf_counter()
-                calls[name](*args, **kwargs)
-                synchronize(device)
-                spent[name].append(perf_counter() - began)
-            rounds += 1
-    return spent
+                call()
+        deadline = Deadline(seconds)
+        timed_rounds = time_calls({name: functools.partial(_settled, call) for name, call in bound.items()}, device)
+        while len(rounds) < LEAST_ROUNDS or not deadline.is_over():
+            rounds.append(next(timed_rounds))
+    return {name: [took[name] for took in rounds] for name in calls}
 
 
-def _settle(call: Call, arguments: Arguments) -> None:
-    args, kwargs = arguments
-    ends = perf_counter() + SETTLE_S
-    call(*args, **kwargs)
-    while perf_counter() < ends:
-        call(*args, **kwargs)
+def _settled(call: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:
+    """Runs the call untimed for a while, and then gives it to be timed."""
+    deadline = Deadline(SETTLE_S)
+    call()
+    while not deadline.is_over():
+        call()
+    return nullcontext(call)
 
 
 def latency_of(seconds: Sequence[float]) -> Latency:

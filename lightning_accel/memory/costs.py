@@ -5,9 +5,11 @@ Measured, not modelled: the block runs, forward and backward, on copies of its r
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 from weakref import WeakSet
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import isolated
+from lightning_accel.core.time_calls import time_calls
 from lightning_accel.core.tree import storage_of, storages_of, tensors_in
 from lightning_accel.core.trial_passes import Call, Passes
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
@@ -152,11 +155,10 @@ def measure_block(
 def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) -> dict[Policy, float]:
     """Milliseconds, forward and backward: the least of a few runs, the policies in turns."""
     device = device_of(passes.module)
-    ms = dict.fromkeys(runs, float("inf"))
+    calls = {policy: lambda run=run: nullcontext(passes.prepared(run, args, kwargs)) for policy, run in runs.items()}
     with isolated(passes.module):
-        for _ in range(TIMED_RUNS):
-            for policy, run in runs.items():
-                ms[policy] = min(ms[policy], 1e3 * passes.seconds(run, args, kwargs, device))
+        rounds = list(itertools.islice(time_calls(calls, device), TIMED_RUNS))
+    ms = {policy: 1e3 * min(took[policy] for took in rounds) for policy in runs}
     # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise, and must not
     # make a roomy budget recompute.
     least = LEAST_EXTRA * ms.get("keep", 0.0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.time_calls import time_calls
 from lightning_accel.ops.arrays import ArrayT, as_tensors
 from lightning_accel.ops.cholesky import checked, diagonals, factorised, least_deviation
 
@@ -136,18 +137,20 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _lu_is_faster(cov: Tensor) -> bool:
-    """Times both ways, in turns; False where one of them does not get through."""
-    spent: dict[Callable[[Tensor], _Root | None], list[float]] = {_by_lu: [], _by_cholesky: []}
-    for _ in range(_ROUNDS):
-        for way, seconds in spent.items():
-            start = perf_counter()
-            if way(cov) is None:
-                return False
-            seconds.append(perf_counter() - start)
-        if sum(map(sum, spent.values())) > _TIMED_S:
+    """Times both ways, in turns; False where one of them fails."""
+    failed: list[Any] = []
+
+    def by(way: Callable[[Tensor], _Root | None]) -> AbstractContextManager[Callable[[], object]]:
+        return nullcontext(lambda: way(cov) is None and failed.append(way))
+
+    rounds: list[dict[str, float]] = []
+    for took in time_calls({"lu": lambda: by(_by_lu), "cholesky": lambda: by(_by_cholesky)}, cov.device):
+        rounds.append(took)
+        if failed:
+            return False
+        if len(rounds) == _ROUNDS or sum(sum(one.values()) for one in rounds) > _TIMED_S:
             break
-    by_lu_s, by_cholesky_s = map(min, spent.values())
-    return by_lu_s < _CLEARLY_LESS * by_cholesky_s
+    return min(one["lu"] for one in rounds) < _CLEARLY_LESS * min(one["cholesky"] for one in rounds)
 
 
 class _SqrtDet(torch.autograd.Function):

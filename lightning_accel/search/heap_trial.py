@@ -9,11 +9,11 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_accel.core.allocators import Allocator
+from lightning_accel.core.clocks import Deadline
 from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, WORTH_MEMORY
 from lightning_accel.tuning.pairs import PairTest
 
@@ -146,8 +146,8 @@ def _compared(original: _Process, candidate: _Process, name: str, seconds: float
     before, rise = original.latest.peak_bytes, candidate.latest.peak_bytes - original.latest.peak_bytes
     test = PairTest(ALPHA, WORTH_MEMORY if rise > max(LEAST_RISE_BYTES, MEMORY_RISE * before) else 0.0)
     coin = random.Random(name)
-    end = time.monotonic() + seconds
-    while not test.outcome() and len(test) < _MAX_PAIRS and (len(test) < _MIN_PAIRS or time.monotonic() < end):
+    deadline = Deadline(seconds)
+    while not test.outcome() and len(test) < _MAX_PAIRS and (len(test) < _MIN_PAIRS or not deadline.is_over()):
         took = [math.nan, math.nan]
         for side in coin.sample((0, 1), 2):
             took[side] = (original, candidate)[side].turn()

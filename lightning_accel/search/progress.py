@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 from typing_extensions import Self, override
 
+from lightning_accel.core.clocks import Deadline
 from lightning_accel.search.setup import Setup
 from lightning_accel.tuning.comparison import Result
 
@@ -59,9 +58,9 @@ def better(result: Result) -> str:
 
 class _TimeLeft(ProgressColumn):
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self._deadline = Deadline(seconds)
         super().__init__()
 
     @override
     def render(self, task: Task) -> Text:
-        return Text(f"· {max(0.0, self._end - time.monotonic()):.0f} s left")
+        return Text(f"· {max(0.0, self._deadline.left_s()):.0f} s left")

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.core.clocks import Deadline
 from lightning_accel.search.job import Job
 from lightning_accel.search.setup import Setup
 from lightning_accel.search.worker import AUTHKEY, Block, Failed, Ready
@@ -95,8 +95,8 @@ class Workers:
 
     def accept(self, popen: subprocess.Popen[bytes]) -> Connection:
         """The connection that a process opens once it has come so far."""
-        deadline = time.monotonic() + self.patience_s
-        while time.monotonic() < deadline:
+        deadline = Deadline(self.patience_s)
+        while not deadline.is_over():
             with suppress(TimeoutError):
                 connection = Connection(self._server.accept()[0].detach())
                 deliver_challenge(connection, self._key)

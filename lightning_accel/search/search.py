@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.host import Host
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 from lightning_accel.search.job import Job
@@ -65,7 +65,7 @@ class Search:
         self._is_limit_given = limit is not None
         self._keeps_effective_batch = keeps_effective_batch
         self._answers, self._watcher = answers, watcher
-        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._seconds, self._deadline = seconds, Deadline(seconds)
         self._adopted: list[tuple[str, Setup]] = []
         self._start = _PLAIN  # what is best before anything is asked: plain, or what fits into the limit
         self._bench = Bench(
@@ -131,7 +131,7 @@ class Search:
             self.outcome.best = self._least()
             plain = self._bench.facts(self._start)
         if self._left() < (least := self._bench.least_s(plain)):
-            spent = self._seconds - (self._deadline - time.monotonic())
+            spent = self._seconds - self._deadline.left_s()
             raise ValueError(
                 f"time={self._seconds:.0f}s is too short for one comparison: the run took {spent:.0f} s to start, and a"
                 f" comparison takes about {least:.0f} s here. Give at least {math.ceil(2 * (spent + least))} s."
@@ -230,7 +230,7 @@ class Search:
             self._watcher.trying(name)
             if not is_last and self._left() < self._bench.least_s(self._bench.facts(original)):
                 raise _OutOfTimeError
-            seconds = self._deadline - time.monotonic() if is_last else _SHARE * self._left()
+            seconds = self._deadline.left_s() if is_last else _SHARE * self._left()
             result = self._bench.compare(name, original, candidate, seconds)
         if result not in self.outcome.results:  # with one change, it was compared with the run as it is already
             self.outcome.results.append(result)
@@ -238,7 +238,7 @@ class Search:
 
     def _left(self) -> float:
         """What questions may take, in seconds."""
-        return self._deadline - time.monotonic() - _RESERVE * self._seconds
+        return self._deadline.left_s() - _RESERVE * self._seconds
 
     def _note_what_cannot_be_set(self) -> None:
         notes, facts = self.outcome.notes, self._bench.facts(self.outcome.best)

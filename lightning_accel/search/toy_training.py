@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.heap import page_faults
 from lightning_accel.core.peak_memory import PeakMemory
 
@@ -53,13 +53,13 @@ def main() -> None:
     transformer, mlp = _transformer(), _mlp()
     peak = PeakMemory(torch.device("cpu"))
     for line in sys.stdin:
-        faults, start = page_faults(), time.perf_counter()
+        faults, stopwatch = page_faults(), Stopwatch()
         turns = int(line)
         for _ in range(turns):
             transformer()
             for _ in range(_MLP_STEPS):
                 mlp()
-        seconds = (time.perf_counter() - start) / turns
+        seconds = stopwatch.seconds() / turns
         told = {
             "seconds": seconds,
             "faults": (page_faults() - faults) // turns,

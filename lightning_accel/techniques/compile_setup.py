@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.compiled import Kind, is_gathered_by_hooks
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.patch import PatchSet
@@ -108,9 +108,9 @@ class CompileSetup:
 
     def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
         def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            start = perf_counter()
+            stopwatch = Stopwatch()
             self._found[patch.site] = self._tried(patch, args, kwargs)
-            self._taken_s += perf_counter() - start
+            self._taken_s += stopwatch.seconds()
 
         return meet
 
@@ -127,12 +127,12 @@ class CompileSetup:
                 )
             self._kinds[key] = Kind(self._told)
         patch.kind = self._kinds[key]
-        start = perf_counter()
+        stopwatch = Stopwatch()
         known = self.known.get(patch.site)
         verdict = tried(patch, args, kwargs, for_numbers=known is None)
         if known is not None:
             verdict = replace(verdict, measured=known.measured)
         if verdict.keep and isinstance(patch, ReplayedPatch):
             patch.try_replay(args, kwargs)
-        self._longest_s = max(self._longest_s, perf_counter() - start)
+        self._longest_s = max(self._longest_s, stopwatch.seconds())
         return verdict

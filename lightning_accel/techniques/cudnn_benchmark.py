@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
@@ -109,16 +109,16 @@ class CudnnTiming:
     def __init__(self, num_convolutions: int, notes: Notes) -> None:
         self._expected_s = TIMING_S * num_convolutions
         self._notes = notes
-        self._began = 0.0
+        self._stopwatch = Stopwatch()
 
     def expected_s(self) -> float:
         return self._expected_s
 
     def begin(self, may_take_s: float) -> None:
-        self._began = perf_counter()
+        self._stopwatch = Stopwatch()
 
     def end(self) -> float | None:
-        return perf_counter() - self._began  # the host times kernels, and waits for each
+        return self._stopwatch.seconds()  # the host times kernels, and waits for each
 
     def decline(self, reason: str) -> None:
         self._notes.status = reason

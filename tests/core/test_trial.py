@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.core import trial
+from lightning_accel.core import clocks
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.trial import TOO_DEAR, Trial, Variant
 from support.trial_cases import Call, X, block, compare
@@ -149,7 +149,7 @@ def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(trial, "perf_counter", lambda: now)
+    monkeypatch.setattr(clocks, "perf_counter", lambda: now)
     module, calls = nn.Linear(4, 4), 0
 
     def slow(x: Tensor) -> Tensor:

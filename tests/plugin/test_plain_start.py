@@ -21,8 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks import _instruments
-from lightning_accel.core import trial
+from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
 from lightning_accel.lightning import plain_start
@@ -387,7 +386,7 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
 ) -> None:
     with begun(0.7) as time, calls_take_time(time):
         time.noise = 0.0
-        monkeypatch.setattr(_instruments, "monotonic", lambda: time.now_ms / 1e3)
+        monkeypatch.setattr(clocks, "monotonic", lambda: time.now_ms / 1e3)
         model = Counting(time)
         plugin = fit(model, steps // 2, max_epochs=2, logger=CSVLogger(tmp_path), accel={"log": True})
         model.note(plugin)
@@ -556,7 +555,7 @@ def test_trials_that_nobody_could_foresee_say_that_they_are_under_way(
     call_s: float, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = itertools.count()
-    monkeypatch.setattr(trial, "perf_counter", lambda: call_s * next(looks))
+    monkeypatch.setattr(clocks, "perf_counter", lambda: call_s * next(looks))
     with heard() as lines:
         fit(Supervised(cnn()), loader=images(2), accel={"memory_format": "channels_last"})
     assert len([line for line in lines if "still trying memory_format" in line]) == times

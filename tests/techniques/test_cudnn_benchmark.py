@@ -124,7 +124,7 @@ def test_what_the_timing_takes_is_told_beforehand_and_afterwards(monkeypatch: py
     assert arm.setup is not None
     assert arm.setup.expected_s() == TIMING_S * 5
     now = itertools.count(10.0, 1.5)
-    monkeypatch.setattr("lightning_accel.techniques.cudnn_benchmark.perf_counter", lambda: next(now))
+    monkeypatch.setattr("lightning_accel.core.clocks.perf_counter", lambda: next(now))
     arm.setup.begin(5.0)
     assert arm.setup.end() == 1.5
     arm.setup.decline("no time")

@@ -38,8 +38,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
-from lightning_accel.callbacks import SpeedMemoryLogger, _phase_sampler
-from lightning_accel.callbacks._instruments import FitInstruments
+from lightning_accel.callbacks import SpeedMemoryLogger, _phase_sampler, _step_watch
 from lightning_accel.claims.measure import median_interval
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.evidence.record import Record
@@ -215,7 +214,7 @@ def _wall_ms(record: Record, ends_s: Sequence[float]) -> float:
 
 def sums(models: Sequence[str]) -> None:
     _phase_sampler.EVERY = 1  # that every step is looked at
-    FitInstruments._TAKEN_APART_AGAIN = TAKEN_APART - 1
+    _step_watch._TAKEN_APART_AGAIN = TAKEN_APART - 1
     rows = []
     for name in models:
         rows.append(sums_row(name))

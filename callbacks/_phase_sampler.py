@@ -12,9 +12,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._phase_patch import PartsPatch
-from lightning_accel.core.clocks import EventClock, StepClock, perf_counter, thread_time_ns
-from lightning_accel.core.idle import HeldTimer, idle_ms
-from lightning_accel.core.phase_timer import PartTimer
+from lightning_accel.core.clocks import Stopwatch, ThreadStopwatch
+from lightning_accel.core.idle import idle_ms
+from lightning_accel.core.step_timeline import PhaseSums, StepTimeline
 from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.phase_names import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
@@ -36,37 +36,39 @@ class Taken(NamedTuple):
     samples_ms: float  # of loading samples, without making batches of them; without workers only
 
 
-class StepParts:
-    """Times the parts of one step in sixteen; in the others every part is one call more.
+class PhaseSampler:
+    """Has the timeline cut one step in sixteen into phases; in the others every phase is one call more.
 
     What DistributedDataParallel communicates is in the backward pass. On one GPU a few steps are held back, which take
     longer by what the host takes over a step, to tell when the device waits for the host.
 
-    Strategy and loggers of the Trainer are told of by an edit, until :meth:`close`. ``may_hold`` says whether a step
-    may take longer now, as nobody decides anything by it.
+    Strategy and loggers of the Trainer are edited until :meth:`close`, so that they tell of their phases.
+
+    Args:
+        trainer: In its fit.
+        timeline: Of the fit's steps. The sampler tells it of fetches.
+        may_hold: Says whether a step may take longer now, as nobody decides anything by it.
 
     Attributes:
-        failure: Why no step is looked at; empty: they are.
+        failure: Why no step is looked at; empty if steps are.
         is_holding: Whether the step under way is held back.
     """
 
-    def __init__(self, trainer: Trainer, clock: StepClock, may_hold: Callable[[], bool] = lambda: True) -> None:
-        self._seen = self.timer = PartTimer(clock, REST)
-        self._held = HeldTimer(clock, REST, COMPUTE, hold_device) if _can_hold(trainer, clock) else None
-        self._trainer, self._may_hold = trainer, may_hold
+    def __init__(self, trainer: Trainer, timeline: StepTimeline, may_hold: Callable[[], bool] = lambda: True) -> None:
+        self._trainer, self._timeline, self._may_hold = trainer, timeline, may_hold
+        self._seen, self._held = PhaseSums(), PhaseSums()
+        self._can_hold = _can_hold(trainer, timeline)
+        self.is_holding = self._was_held = False
+        self._hold_ms = 0.0
         self._looks_to_hold = HOLD_AT
-        self._began = 0.0
-        self._clock = clock
         self._draw = random.Random(0)  # the same steps in every run
         self._look_in = self._draw.randrange(EVERY)  # steps, the first ones, in which changes are tried, left out
         self._left = EVERY + self._look_in
+        self._is_looking = False
         self._is_watched = False  # the step under way, by somebody who slows it
         self._was_dropped = False
-        self._fetch_began_ns = 0
-        self._fetched_ns = 0  # in the step under way, of this thread's processor time
-        self._loading_cpu_ms = 0.0
-        self._loaded_ns = 0  # in the step under way, samples
-        self._samples_ms = 0.0
+        self._look, self._fetch = Stopwatch(), ThreadStopwatch()
+        self._loading_cpu_ms, self._samples_ms = [0.0, 0.0], [0.0, 0.0]  # of the step under way, and of those before
         self._is_told = ExitStack()  # of samples, within a fetch
         self._taken_ms: defaultdict[str, float] = defaultdict(float)
         self._taken_steps = 0
@@ -78,65 +80,66 @@ class StepParts:
             self.failure = one_line(error)
 
     def fetch_began(self) -> None:
-        """Told of a fetch, tells the clock, too."""
-        self._clock.fetch_began()
-        if self._was_dropped and not self.timer.is_on:  # with its first fetch a cycle begins after a pause
+        """Told that a fetch begins, tells the timeline, too."""
+        self._timeline.fetch_began()
+        if self._was_dropped and not self._is_looking:  # with its first fetch a cycle begins after a pause
             self._was_dropped = False
-            self._begin()
-        self.timer.enter(DATA)
-        if self.timer.is_on:
+            self._begin(self._seen)
+        self._timeline.enter(DATA)
+        if self._is_looking:
             self._is_told.enter_context(told_of_loading(self._loaded))
-            self._fetch_began_ns = thread_time_ns()
+            self._fetch = ThreadStopwatch()
 
     def fetch_ended(self) -> None:
-        """The same of its end."""
-        if self.timer.is_on:
-            self._fetched_ns += thread_time_ns() - self._fetch_began_ns
+        """Told that a fetch ends, tells the timeline, too."""
+        if self._is_looking:
+            self._loading_cpu_ms[0] += self._fetch.ms()
         self._is_told.close()
-        self.timer.leave()
-        self._clock.fetch_ended()
+        self._timeline.leave()
+        self._timeline.fetch_ended()
+
+    def enter(self, phase: str) -> None:
+        """Told that a phase begins in a step that is looked at."""
+        if self.is_holding and not self._was_held and phase in COMPUTE:
+            self._was_held = True
+            hold_device(self._hold_ms)
+        self._timeline.enter(phase)
+
+    def leave(self) -> None:
+        """Told that the phase that began last ends."""
+        self._timeline.leave()
 
     def step_ended(self) -> None:
-        """Ends the step that was looked at, and begins the next one if it is one to look at."""
-        if self._is_watched:
-            self._is_watched = False
-            self._drop()
-        elif self.timer.is_on:
-            self.timer.end()
-            self._told.forget(self.timer)
-            self.timer.read()
+        """Told after the timeline that a step has ended. The next one may be one to look at."""
+        if self._is_looking and not self._is_watched:
             if self.is_holding:
                 self._looks_to_hold = HOLD_EVERY
-                self.timer = self._seen
             else:
-                self._loading_cpu_ms += self._fetched_ns / 1e6
-                self._samples_ms += self._loaded_ns / 1e6
-                if self._held is not None:
-                    self._held.hold_ms = 1e3 * (perf_counter() - self._began)
+                self._hold_ms = 1e3 * self._look.seconds()  # as long as the host takes over a step
+                for ms in (self._loading_cpu_ms, self._samples_ms):
+                    ms[1] += ms[0]
+        self._drop()
         self._left -= 1
         if self._left == 0:
             before, self._look_in = self._look_in, self._draw.randrange(EVERY)
             self._left = EVERY - before + self._look_in
             self._looks_to_hold -= 1
-            if self._held is not None and self._looks_to_hold <= 0 and self._may_hold():
-                self.timer = self._held
-            self._begin()
+            holds = self._can_hold and self._looks_to_hold <= 0 and self._may_hold()
+            self._begin(self._held if holds else self._seen)
 
     def watch(self) -> None:
-        """Follows a step that has begun, so that it is known which part it is in; its times do not count."""
-        if not self.timer.is_on:
-            self._begin()
+        """Follows a step that has begun, so that it is known which phase it is in; its times do not count."""
+        self._begin(PhaseSums())
         self._is_watched = True
 
     @property
     def is_at_optimizer(self) -> bool:
         """Whether the step under way is in the optimizer's own, and not in the closure that it calls."""
-        return self.timer.part == OPTIMIZER
+        return self._timeline.phase == OPTIMIZER
 
     def pause(self) -> None:
         """Forgets the step under way, as something else than training comes in between, and looks at the next one."""
-        self._was_dropped |= self.timer.is_on and not self._is_watched
-        self._is_watched = False
+        self._was_dropped |= self._is_looking and not self._is_watched
         self._drop()
 
     def rest(self) -> None:
@@ -149,42 +152,38 @@ class StepParts:
         if not self.failure:
             self._told.apply()
 
-    @property
-    def is_holding(self) -> bool:
-        return self.timer is self._held
-
-    def _begin(self) -> None:
+    def _begin(self, sums: PhaseSums) -> None:
         if not self.failure:
-            self._fetched_ns = self._loaded_ns = 0
-            self._began = perf_counter()
-            self._told.tell(self.timer)
-            self.timer.begin()
+            self._loading_cpu_ms[0] = self._samples_ms[0] = 0.0
+            self._is_looking, self.is_holding, self._was_held = True, sums is self._held, False
+            self._look = Stopwatch()
+            self._told.tell(self)
+            self._timeline.begin_phases(sums, REST)
 
-    def _loaded(self, took_ns: int) -> None:
-        self._loaded_ns += took_ns
+    def _loaded(self, took_ms: float) -> None:
+        self._samples_ms[0] += took_ms
 
     def _drop(self) -> None:
-        self._is_told.close()
-        self.timer.drop()
-        self._told.forget(self.timer)
-        self.timer = self._seen
+        if self._is_looking:
+            self._is_looking = self._is_watched = self.is_holding = False
+            self._is_told.close()
+            self._timeline.drop_phases()
+            self._told.forget(self)
 
     def taken(self) -> Taken:
         """What the steps took that were looked at since this was last asked."""
-        seen, held = self._seen, self._held
-        seen.read()
+        seen = self._seen
         found = dict(seen.ms)
-        if held is not None:
-            held.read()
-            for part, ms in idle_ms(seen, held, COMPUTE).items():
-                found[part] -= ms
+        if self._can_hold:
+            for phase, ms in idle_ms(seen, self._held, COMPUTE).items():
+                found[phase] -= ms
                 found[IDLE] = found.get(IDLE, 0.0) + ms
         found = self._with_communication(found)
-        for part, ms in found.items():
-            self._taken_ms[part] += ms
-        taken = Taken(found, seen.steps, self._loading_cpu_ms, self._samples_ms)
+        for phase, ms in found.items():
+            self._taken_ms[phase] += ms
+        taken = Taken(found, seen.steps, self._loading_cpu_ms[1], self._samples_ms[1])
         self._taken_steps += taken.steps
-        self._loading_cpu_ms = self._samples_ms = 0.0
+        self._loading_cpu_ms[1] = self._samples_ms[1] = 0.0
         seen.clear()
         return taken
 
@@ -197,12 +196,6 @@ class StepParts:
         seen = parts_ms.get(COMMUNICATION, 0.0)  # other than DDP's
         return {**parts_ms, BACKWARD: parts_ms[BACKWARD] - exposed, COMMUNICATION: seen + exposed}
 
-    def drop_pending(self) -> None:
-        """Forgets what was not read: the device is not to be asked any more."""
-        self._seen.drop_pending()
-        if self._held is not None:
-            self._held.drop_pending()
-
     def close(self) -> None:
         """Leaves strategy and loggers as they were."""
         self._drop()
@@ -214,7 +207,7 @@ class StepParts:
         return {part: self._taken_ms[part] / self._taken_steps for part in ORDER if part in self._taken_ms}
 
 
-def _can_hold(trainer: Trainer, clock: StepClock) -> bool:
+def _can_hold(trainer: Trainer, timeline: StepTimeline) -> bool:
     """Whether its device can be held back, and nobody else waits for it."""
     # On ROCm that clock goes at another rate.
-    return isinstance(clock, EventClock) and trainer.world_size == 1 and torch.version.hip is None
+    return not timeline.is_of_host and trainer.world_size == 1 and torch.version.hip is None

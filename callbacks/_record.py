@@ -20,10 +20,11 @@ from torch import Tensor
 from lightning_accel.callbacks._announcements import report_of, say
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
-from lightning_accel.callbacks._phase_sampler import EVERY, StepParts, Taken
+from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
 from lightning_accel.callbacks._reporting import leave_report, report_path
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
-from lightning_accel.core.clocks import Deadline, Tally
+from lightning_accel.core.clocks import Deadline
+from lightning_accel.core.step_timeline import StepTally
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.record import (
@@ -51,7 +52,7 @@ class FitRecord:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.parts: StepParts | None = None  # of the steps that are looked at; None: none is
+        self.parts: PhaseSampler | None = None  # of the steps that are looked at; None if none is
         self.knows_samples = True  # whether every batch has told how many samples it holds
         self.has_images = False  # whether there are images in a batch
         self.memory: MemoryPeak | None = None  # at the peak of the step that was taken apart last; None: none was
@@ -78,11 +79,9 @@ class FitRecord:
         self._held_mib: list[float] = []
         self._captured, self._compiling_ms = graphs_captured(), compiling_ms()
         self._captured_before = self._captured  # the latest step
-        self._told = 0  # steps that are timed in the clock's tally, or will be when the device has passed them
-        self._capturing: list[int] = []  # the places of those among them that have captured a graph
-        self._capturing_ms: list[float] = []
-        self._tally = Tally()  # the clock's latest
-        self._taken = self._taken_samples = 0  # of it
+        self._capturing_ms: list[float] = []  # of steps that have captured a graph
+        self._tally = StepTally()  # the latest
+        self._taken = self._taken_samples = self._taken_capturing = 0  # of it
 
     def keep_in(self, folder: Path) -> None:
         """Keeps it as a file from now on, with what it has been told."""
@@ -103,19 +102,18 @@ class FitRecord:
         """Where it is; None while there is nothing in it, and where it could not be written."""
         return None if self._writer is None else self._writer.path
 
-    def step_ended(self, tally: Tally, outputs: Any, *, is_timed: bool = True) -> None:
-        """Told after each step.
+    def has_captured(self) -> bool:
+        """Whether the step under way, the first one asked about after it, has captured a CUDA graph."""
+        if self._folder is None:
+            return False
+        before, self._captured_before = self._captured_before, graphs_captured()
+        return self._captured_before > before
 
-        ``is_timed``: whether the step is among those of the tally, or comes there once the device has passed it.
-        """
+    def step_ended(self, tally: StepTally, outputs: Any) -> None:
+        """Told after each step, with the times of steps so far."""
         self._steps += 1
         if self._folder is None:
             return
-        self._follow(tally)
-        if (captured := graphs_captured()) > self._captured_before:
-            self._captured_before = captured
-            self._capturing += [self._told] * is_timed
-        self._told += is_timed
         self._keep(outputs)
         if self._due.is_over():
             self._take(tally)
@@ -126,12 +124,10 @@ class FitRecord:
         """How many steps there are until one of which something may be kept."""
         return EVERY - self._steps % EVERY
 
-    def passed(self, tally: Tally, outputs: Any, steps: int, timed: int) -> None:
-        """Told of steps at once, of how many of them are in the tally, or will be, and what the last has returned."""
+    def passed(self, outputs: Any, steps: int) -> None:
+        """Told of several steps at once, and what the last of them has returned."""
         self._steps += steps
         if self._folder is not None:
-            self._follow(tally)
-            self._told += timed
             self._captured_before = graphs_captured()
             self._keep(outputs)
 
@@ -160,14 +156,14 @@ class FitRecord:
         self.memory = found.memory
         self._attempt(lambda file: file.anatomy(found))
 
-    def settled(self, tally: Tally) -> None:
+    def settled(self, tally: StepTally) -> None:
         """Told where live trials have settled."""
         self._take(tally)
         self._write()  # so that no piece of the run is of steps before and after
         self._settled_step = self._steps
         self._attempt(lambda file: file.settled(self._steps))
 
-    def epoch_ended(self, tally: Tally, speed: EpochSpeed) -> None:
+    def epoch_ended(self, tally: StepTally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
         if self._writer is None or self._due.is_over():
@@ -175,12 +171,10 @@ class FitRecord:
         self._epochs.append((speed, self._reserved_mib()))
         self._attempt(self._catch_up)
 
-    def training_ended(self, tally: Tally, exception: BaseException | None = None) -> None:
+    def training_ended(self, tally: StepTally, exception: BaseException | None = None) -> None:
         """Told when no step is to follow, and what has ended them."""
         if exception is not None and self._device.type != "cpu":  # a device that has failed raises at every question
             self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
-            if self.parts is not None:
-                self.parts.drop_pending()
         self._take(tally)
         self._write()
 
@@ -210,22 +204,16 @@ class FitRecord:
         held = torch.cuda.memory_allocated(self._device) if is_cuda else psutil.Process().memory_info().rss
         self._held_mib.append(held / 2**20)
 
-    def _follow(self, tally: Tally) -> None:
-        """Begins anew with a new tally."""
+    def _take(self, tally: StepTally) -> None:
+        """Takes over what the tally has been told since this was last called, or all of a new one."""
         if tally is not self._tally:
-            self._tally, self._taken, self._taken_samples = tally, 0, 0
-            self._told, self._capturing = 0, []
-
-    def _take(self, tally: Tally) -> None:
-        """Takes over from the clock what it has timed since it was last asked."""
-        self._follow(tally)
-        passed = [place for place in self._capturing if place < len(tally.cycle_ms)]
-        self._capturing = self._capturing[len(passed) :]
-        self._capturing_ms += [tally.cycle_ms[place] for place in passed]
+            self._tally, self._taken, self._taken_samples, self._taken_capturing = tally, 0, 0, 0
+        self._capturing_ms += tally.labelled_ms[self._taken_capturing :]
         self._cycle_ms += tally.cycle_ms[self._taken :]
-        self._wait_ms += tally.each_wait_ms[self._taken :]
+        self._wait_ms += tally.wait_ms[self._taken :]
         self._samples += tally.samples - self._taken_samples
         self._taken, self._taken_samples = len(tally.cycle_ms), tally.samples
+        self._taken_capturing = len(tally.labelled_ms)
 
     def _write(self) -> None:
         self._due = Deadline(EVERY_S)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import Any
 
-from lightning_accel.core.clocks import StepClock
+from lightning_accel.core.clocks import HostClock
+from lightning_accel.core.step_timeline import StepTimeline, StepTimes
 from lightning_accel.evidence.speed import duration
 
 FACTOR = 3.0
@@ -24,31 +24,23 @@ class SlowSteps:
     On a GPU it is the device's time, which is known some steps later.
     """
 
-    def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
-        self._last: Any = None  # the mark at the end of the latest step
-        self._pending: deque[tuple[int, Any, Any]] = deque()
+    def __init__(self, clock: HostClock) -> None:
+        self._timeline = StepTimeline(clock, self._took)
         self._ms: deque[float] = deque(maxlen=_WINDOW)
+        self._found: str | None = None
 
     def pause(self) -> None:
-        """Something else than training comes next: the step in which it ends is not looked at."""
-        self._last = None
+        """Tells that something else than training comes next: the step in which it ends is not looked at."""
+        self._timeline.pause()
 
     def step_ended(self, number: int) -> str | None:
-        """Told after each step. What was slow, in words; None: nothing so far."""
-        mark = self._clock.mark()
-        if self._last is not None:
-            self._pending.append((number, self._last, mark))
-        self._last = mark
-        found = None
-        while self._pending and self._clock.has_passed(self._pending[0][2]):
-            number, began, ended = self._pending.popleft()
-            found = self._judged(number, self._clock.ms_between(began, ended)) or found
-        return found
+        """Told after each step. Returns in words what was slow, or None if nothing was."""
+        self._found = None
+        self._timeline.steps_ended(1, label=number)
+        return self._found
 
-    def _judged(self, number: int, ms: float) -> str | None:
-        median = statistics.median(self._ms) if len(self._ms) >= FEWEST else None
+    def _took(self, step: StepTimes) -> None:
+        ms = step.cycle_ms
+        if len(self._ms) >= FEWEST and ms > FACTOR * (median := statistics.median(self._ms)):
+            self._found = f"step {step.label} took {duration(ms)}, the median is {duration(median)}"
         self._ms.append(ms)
-        if median is None or ms <= FACTOR * median:
-            return None
-        return f"step {number} took {duration(ms)}, the median is {duration(median)}"

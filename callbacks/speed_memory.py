@@ -11,8 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
-from lightning_accel.callbacks._instruments import FitInstruments, Rest
+from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord, record_folder
+from lightning_accel.callbacks._rests import Rest
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, own, rank_zero_warn
@@ -136,17 +137,17 @@ class SpeedMemoryLogger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is None:
             return
-        self._fit.clock.step_began()
+        self._fit.timeline.step_began()
         if self._fit.ends is not None:
             self._fit.ends.step_begins(batch_idx)
-        watch_from = self._fit.watch_from
-        if watch_from is not None and self._fit.steps >= watch_from:
-            self._fit.watch_if_time(batch, batch_idx)
+        watch, steps = self._fit.watch, self._fit.steps
+        if watch.next_at is not None and steps >= watch.next_at:
+            watch.begin_if_time(steps, batch, batch_idx)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._fit is not None:
-            self._fit.clock.backward_began()
+            self._fit.timeline.backward_began()
 
     @override
     def on_train_batch_end(
@@ -168,7 +169,7 @@ class SpeedMemoryLogger(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.energy.resume()
+            self._fit.interval.energy.resume()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -229,7 +230,7 @@ class SpeedMemoryLogger(Callback):
     def interrupt(self) -> None:
         """Told that what comes next is no step of training."""
         if self._fit is not None:
-            self._fit.pause_clock()
+            self._fit.pause_timeline()
 
     def log_beside(self, metrics: Mapping[str, float]) -> None:
         """Tells the loggers of metrics that are none of the user's."""

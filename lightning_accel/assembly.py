@@ -21,7 +21,7 @@ from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations, plain
-from lightning_accel.tuning.loop import LoopTurns
+from lightning_accel.tuning.loop import LoopTuning
 from lightning_accel.tuning.tuning_result import Tuning
 
 
@@ -108,11 +108,11 @@ class Handle:
         scaler: The gradient scaler; it passes everything through unless the precision is ``"16-mixed"``.
     """
 
-    def __init__(self, engine: Engine, scaler: torch.amp.GradScaler, turns: LoopTurns | None = None) -> None:
+    def __init__(self, engine: Engine, scaler: torch.amp.GradScaler, tuning: LoopTuning | None = None) -> None:
         self.model = engine.model
         self.engine = engine
         self.scaler = scaler
-        self._turns = turns
+        self._tuning = tuning
 
     @property
     def report(self) -> Report:
@@ -128,12 +128,12 @@ class Handle:
     @property
     def tuning(self) -> Tuning | None:
         """What live trials have come to; None before they began, and where there are none. It outlives the run."""
-        return None if self._turns is None else self._turns.tuning
+        return None if self._tuning is None else self._tuning.tuning
 
     def step(self, stage: str = "train") -> AbstractContextManager[None]:
         """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-        if self._turns is not None:
-            self._turns.step_begins() if stage == "train" else self._turns.interrupt()
+        if self._tuning is not None:
+            self._tuning.step_begins() if stage == "train" else self._tuning.interrupt()
         return self.engine.step(stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:
@@ -145,8 +145,8 @@ class Handle:
 
     def undo(self) -> None:
         """Takes every edit back: the model is again the one that was passed in. The report stays."""
-        if self._turns is not None:
-            self._turns.close()
+        if self._tuning is not None:
+            self._tuning.close()
         self.engine.undo()
 
 
@@ -192,5 +192,5 @@ def accelerate(
     engine = Engine(model, host, techniques, names=list(declarations()), strict=plan.strict)
     engine.add_optimizers([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     scaler = next((t.autocast.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
-    turns = LoopTurns(engine, device_of(model), steps) if plan.tune == "auto" and plan.verify else None
-    return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), turns)
+    tuning = LoopTuning(engine, device_of(model), steps) if plan.tune == "auto" and plan.verify else None
+    return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), tuning)

@@ -1,4 +1,4 @@
-"""Devices: where a module is, when it has finished, how long it took."""
+"""Devices: where a module is, and when its device has finished."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from lightning_accel.core.clocks import perf_counter
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -37,31 +35,3 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-class Span:
-    """The time from here to :meth:`stop` on a device; on a GPU between two events, which keeps nobody waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._seconds = 0.0
-        if self._stream is None:
-            self._start = perf_counter()
-        else:
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            self._events[0].record(self._stream)
-
-    def stop(self) -> None:
-        if self._stream is None:
-            self._seconds = perf_counter() - self._start
-        else:
-            self._events[1].record(self._stream)
-
-    def is_over(self) -> bool:
-        """Whether the device has come to where it was stopped, asked without waiting."""
-        return self._stream is None or self._events[1].query()  # type: ignore[no-untyped-call]
-
-    def seconds(self) -> float:
-        """The time taken; waits for the device when it is not there yet."""
-        if self._stream is None:
-            return self._seconds
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3

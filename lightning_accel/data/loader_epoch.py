@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_accel.core.clocks import StepClock, perf_counter
+from lightning_accel.core.clocks import HostClock, Stopwatch
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
+from lightning_accel.core.step_timeline import StepTally, StepTimeline
 from lightning_accel.data.loader_state import UnreadableError, state_of
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 
@@ -45,31 +46,32 @@ class Data:
 class LoaderEpoch(Iterator[Any]):
     """Batches as ``source`` has them.
 
-    The clock, if there is one, is told of every fetch. ``state`` is that of the data when workers were given them.
+    The timeline, if there is one, is told of every fetch, and of a step's end where the next batch is asked for.
+    ``state`` is that of the data when workers were given them.
     """
 
     def __init__(
-        self, source: Iterator[Any], clock: StepClock | None, data: Data | None = None, state: bytes | None = None
+        self, source: Iterator[Any], timeline: StepTimeline | None, data: Data | None = None, state: bytes | None = None
     ) -> None:
-        self._source, self._clock, self._data, self._state = source, clock, data, state
+        self._source, self._timeline, self._data, self._state = source, timeline, data, state
         self._complaint = ""
         self._is_compared = False
         self.count = 0  # how many have been fetched
         self.first_s = 0.0  # what the first one took, in seconds
 
     def __next__(self) -> Any:
-        if self._clock is not None and self.count:
-            self._clock.step_ended(0)
-        self._fetch_begins()  # between two steps, as far as the clock is concerned
-        if self._clock is not None:
-            self._clock.fetch_began()
-        began = perf_counter()
+        if self._timeline is not None and self.count:
+            self._timeline.step_ended()
+        self._fetch_begins()  # between two steps, as far as the timeline is concerned
+        if self._timeline is not None:
+            self._timeline.fetch_began()
+        fetch = Stopwatch()
         try:
             batch = next(self._source)
         finally:
-            if self._clock is not None:
-                self._clock.fetch_ended()
-        self._fetch_ended(began, perf_counter())
+            if self._timeline is not None:
+                self._timeline.fetch_ended()
+        self._fetch_ended(fetch.seconds())
         self.count += 1
         if self._data is not None and self.count == len(self._data):
             self._compare()  # now, as the user's code may change it between two epochs
@@ -93,10 +95,10 @@ class LoaderEpoch(Iterator[Any]):
     def _fetch_begins(self) -> None:
         """Called before each fetch."""
 
-    def _fetch_ended(self, began: float, ended: float) -> None:
-        """Called after each, with its times, before it is counted."""
+    def _fetch_ended(self, took_s: float) -> None:
+        """Called after each, before it is counted."""
         if self.count == 0:
-            self.first_s = ended - began
+            self.first_s = took_s
 
     def _compare(self) -> None:
         if self._data is None or self._state is None or self._is_compared or self._complaint:
@@ -112,12 +114,11 @@ class LoaderEpoch(Iterator[Any]):
 class OwnEpoch(LoaderEpoch):
     """Batches of the user's own loader without workers: whether they hang on more than their indices is found out."""
 
-    def __init__(self, source: Iterator[Any], clock: StepClock, data: Data | None) -> None:
-        super().__init__(source, clock, data)
+    def __init__(self, source: Iterator[Any], timeline: StepTimeline, data: Data | None) -> None:
+        super().__init__(source, timeline, data)
         self._look = min(_LOOK, len(data) // 2) if data is not None else 0
-        self._waits_s: list[float] = []
-        self._steps_s: list[float] = []
-        self._ended = 0.0
+        self._first = StepTally()  # of the steps before the look, by the host
+        self._by_host = StepTimeline(HostClock(), self._first.took)
         self._before: StateSnapshot | None = None
 
     @override
@@ -125,19 +126,19 @@ class OwnEpoch(LoaderEpoch):
         # Not around the first, for which torch's samplers draw.
         is_next = self.count and self._is_watched
         self._before = StateSnapshot(None, Level.RANDOM, torch.device("cpu")) if is_next else None
+        if self.count <= self._look:
+            self._by_host.step_ended()
+            self._by_host.fetch_began()
 
     @override
-    def _fetch_ended(self, began: float, ended: float) -> None:
-        super()._fetch_ended(began, ended)
+    def _fetch_ended(self, took_s: float) -> None:
+        super()._fetch_ended(took_s)
+        if self.count <= self._look:
+            self._by_host.fetch_ended()
         if not self._is_watched:
             return
         if self._before is not None and self._before.drawn():
             self._complaint = "its data draw random numbers, and workers would draw others"
-        elif self.count < self._look:
-            if self.count:
-                self._steps_s.append(began - self._ended)
-            self._waits_s.append(ended - began)
-            self._ended = perf_counter()
         elif self.count == self._look:
             self._look_closer()
 
@@ -147,7 +148,8 @@ class OwnEpoch(LoaderEpoch):
 
     def _look_closer(self) -> None:
         """Takes the state of the data, once it is clear that batches are waited for."""
-        waited, worked = sum(self._waits_s), len(self._waits_s) * statistics.median(self._steps_s or [0.0])
+        first = self._first
+        waited, worked = sum(first.wait_ms), len(first.wait_ms) * statistics.median(first.step_ms or [0.0])
         assert self._data is not None
         if waited < LEAST_WAIT * (waited + worked):
             self._complaint = f"waiting for data took {waited / (waited + worked):.0%} of the time, and that is little"

@@ -19,8 +19,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_accel.core.clocks import StepClock, clock_for
+from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
+from lightning_accel.core.step_timeline import StepTally, StepTimeline
 from lightning_accel.data.loader_epoch import Data, LoaderEpoch, OwnEpoch
 from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.loader_state import UnreadableError
@@ -111,7 +112,8 @@ class _Tuning:
         self._workers = next(self._course)
         self._is_settled = False
         self._waited: float | None = None  # the share of the user's own
-        self._clock = clock_for(device)
+        self._tally = StepTally()  # of the epoch under way, or the last
+        self._timeline = StepTimeline(clock_for(device), lambda step: self._tally.took(step))
         self._data = Data(loader)
         self._processes = LoadingProcesses(loader, pins)
         self._epoch: LoaderEpoch | None = None  # the one under way, or the last
@@ -120,31 +122,32 @@ class _Tuning:
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             self._conclude(epoch)
-        clock = None if self._is_settled else self._clock
+        timeline = None if self._is_settled else self._timeline
         if self._workers != self._users:
             try:
-                self._epoch = self._with_workers(clock)
+                self._epoch = self._with_workers(timeline)
             except UnreadableError as error:
                 self._stay(f"taken back: {error}")
         if self._epoch is None:
             source = iter(self.loader)
             if self._is_settled:
                 return source
-            self._epoch = OwnEpoch(source, self._clock, self._data if not self._users.count else None)
-        if clock is not None:
-            clock.restart()
+            self._epoch = OwnEpoch(source, self._timeline, self._data if not self._users.count else None)
+        if timeline is not None:
+            timeline.restart()
+            self._tally = StepTally()
         return self._epoch
 
     def close(self) -> None:
         self._workers, self._is_settled, self._epoch = self._users, True, None
         self._processes.close()
 
-    def _with_workers(self, clock: StepClock | None) -> LoaderEpoch:
+    def _with_workers(self, timeline: StepTimeline | None) -> LoaderEpoch:
         if self._users.count:
-            return LoaderEpoch(self._processes.like_users(self._workers), clock)
+            return LoaderEpoch(self._processes.like_users(self._workers), timeline)
         state = self._data.state()
         source = self._processes.beside(self._workers, state, self._failed)
-        return LoaderEpoch(source, clock, self._data, state)
+        return LoaderEpoch(source, timeline, self._data, state)
 
     def _failed(self, error: Exception) -> None:
         last = (str(error).strip().splitlines() or [""])[-1]
@@ -180,10 +183,10 @@ class _Tuning:
             self._tell(f"{self._workers}{'' if self._is_settled else ' on trial'}; with {self._users} {waiting}", True)
 
     def _cost(self, epoch: LoaderEpoch) -> Cost:
-        self._clock.settle()
-        tally = self._clock.timed
+        self._timeline.settle()
+        tally = self._tally
         # The median of the steps: some of the first are on trial, and validations fall into others.
-        step_ms, wait_ms = statistics.median(tally.step_ms), tally.wait_ms / len(tally.step_ms)
+        step_ms, wait_ms = statistics.median(tally.step_ms), sum(tally.wait_ms) / len(tally.step_ms)
         whole_ms = step_ms + wait_ms
         start_ms = epoch.first_s * 1e3 / len(tally.step_ms)
         return Cost(whole_ms / 1e3, wait_ms / whole_ms, start_ms / whole_ms)

@@ -21,7 +21,7 @@ from torch.nn.modules import module as all_modules
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_accel.core.clocks import StepClock
+from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.torch_private.autograd import is_in_backward, latest_node, node_under_way
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.user_frames import users_line
@@ -52,7 +52,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, model: nn.Module, clock: StepClock, is_stepping: Callable[[], bool], *, meters: bool = False
+        self, model: nn.Module, clock: HostClock, is_stepping: Callable[[], bool], *, meters: bool = False
     ) -> None:
         super().__init__()
         self.trouble: Exception | None = None

@@ -1,29 +1,24 @@
-"""Live trials under a Trainer: which arms there are, what a turn is, which of them count, and who is told."""
+"""Live trials under a Trainer: which arms there are, when the trials begin, and who is told of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from lightning_accel.callbacks._epoch_ends import turns_left as turns_left
+from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
-from lightning_accel.core.clocks import StepClock, clock_for
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.oom_errors import is_out_of_memory
-from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather, rank_zero_info
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.packages import Trainer
-from lightning_accel.lightning.private import ActionPatch, FetchPatch, hook_action
+from lightning_accel.lightning.trainer_turns import TrainerTurns
 from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import tuning_cache, verdict_cache
@@ -37,151 +32,6 @@ from lightning_accel.tuning.verdict_cache import Known, Program
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _TRIAL_BATCHES = 2  # on which the parts are tried
 _QUIET_BATCHES = 2  # after that, for caches to fill
-_WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an epoch is the rest that was left
-_REPEATS = 3  # of a turn that does not count
-
-
-@dataclass
-class _Turn:
-    """From one optimizer step to the next; the step of each of its batches is a cycle of the clock."""
-
-    batches: int = 0
-    timed: int = 0  # of those
-    seconds: float = 0.0
-    elements: int = 0  # of the tensors in its batches
-    repeats: int = 0  # of turns in a row that did not count
-    ends_epoch: bool = False
-    is_interrupted: bool = False
-    is_over: bool = False
-
-
-class Turns:
-    """Cuts a fit into turns, and has live trials take them.
-
-    A turn begins where the next batch is asked for, once an optimizer has stepped: arms are switched there, and the
-    batch comes to the device in the layout that its step wants. Its time is that of its batches, each from its transfer
-    to the end of ``on_train_batch_end``, checkpoints left out. What comes then, an epoch's end, say, or a validation,
-    belongs to no turn. Until there are trials, hardly anything is done.
-
-    Args:
-        trainer: In its fit.
-        make_trials: Makes the trials when a batch is there to train on; None: it is not time yet.
-
-    Attributes:
-        trials: Once they are made.
-        expects_batch: Whether the next batch is one to train on; a fit validates, too.
-    """
-
-    def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
-        self.trials: LiveTrials | None = None
-        self.expects_batch = False
-        self._trainer = trainer
-        self._make_trials = make_trials
-        self._clock = StepClock()
-        self._read = 0  # of the clock's cycles
-        self._turn = _Turn()
-        self._cycles: deque[_Turn] = deque()  # whose time is not known yet
-        self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order
-        self._steps = 0
-        self._elements = 0  # of the latest turn that counts
-        self._typical_elements = 0
-
-    def patches(self) -> Iterator[Patch]:
-        """The edits by which it is told of every fetch, and of every step's end."""
-        trainer = self._trainer
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-
-        def completed(original: Callable[..., Any]) -> Callable[..., Any]:
-            def increment_completed(caller: Any) -> None:
-                if caller is progress:  # and no copy of it
-                    self._step_ends()
-                original(caller)
-
-            return increment_completed
-
-        yield FetchPatch(trainer, self._fetch_begins, self._fetch_ends)
-        yield MethodPatch("batch_progress", "tells of a step's end", progress, "increment_completed", completed)
-        if checkpoints := [hook_action(one, "on_train_batch_end") for one in trainer.checkpoint_callbacks]:
-            yield ActionPatch(trainer, checkpoints, self._checkpoint_begins, self._checkpoint_ends)
-
-    def batch(self, batch: Any) -> None:
-        """Tells which batch the turn under way is about to train on."""
-        self.expects_batch = False
-        if self.trials is not None and self.trials.is_over:
-            return
-        if self.trials is None:
-            self.trials = self._make_trials(batch)  # they begin once the optimizer has stepped next
-            if self.trials is not None:
-                self._clock = clock_for(self._trainer.strategy.root_device)
-                self._steps = self._trainer.global_step
-            return
-        self._clock.step_began()
-        self._turn.batches += 1
-        self._turn.elements += sum(tensor.numel() for tensor in tensors_in(batch))
-        self._turn.ends_epoch |= self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-
-    def interrupt(self) -> None:
-        """Tells that something else than training goes on: where that is timed as a step, the turn does not count."""
-        self._turn.is_interrupted |= self._clock.is_in_step
-
-    def _fetch_begins(self) -> None:
-        if self.trials is None or self.trials.is_over:
-            return
-        if self._clock.is_open:  # `on_train_batch_start` has skipped the step, and the rest of the epoch
-            self.interrupt()
-            self._step_ends()
-        if self._trainer.global_step != self._steps:
-            self._steps = self._trainer.global_step
-            self._begin(self.trials)
-
-    def _fetch_ends(self) -> None:
-        self.expects_batch = self.trials is None or not self.trials.is_over
-
-    def _step_ends(self) -> None:
-        if self._clock.is_open:
-            self._clock.step_ended(0)
-            self._cycles.append(self._turn)
-
-    def _checkpoint_begins(self) -> None:
-        if self._clock.is_open:
-            self._clock.fetch_began()  # as of a fetch, its time is not the step's
-
-    def _checkpoint_ends(self) -> None:
-        if self._clock.is_open:
-            self._clock.fetch_ended()
-
-    def _begin(self, trials: LiveTrials) -> None:
-        turn = self._turn
-        turn.is_over = True
-        if turn.ends_epoch and turn.elements < _WHOLE * self._elements:  # of which fixed costs are a larger part
-            turn.is_interrupted = True
-        if not turn.is_interrupted:
-            self._elements = turn.elements
-        elif self._unheard and turn.repeats < _REPEATS and self._trainer.world_size == 1:
-            # Else every pair of an epoch of two steps might lack the same one. Ranks may not agree on what counts.
-            self._unheard[-1] = self._turn = _Turn(repeats=turn.repeats + 1)
-            return
-        self._hear(trials)
-        self._turn = _Turn()
-        trials.begin()
-        self._unheard.append(self._turn)
-
-    def _hear(self, trials: LiveTrials) -> None:
-        """Reads the clock, and gives the trials the times of those of their turns that are known whole."""
-        known = self._clock.timed.step_ms
-        while self._read < len(known):
-            turn = self._cycles.popleft()
-            turn.seconds += known[self._read] / 1e3
-            turn.timed += 1
-            self._read += 1
-        while self._unheard and self._unheard[0].is_over and self._unheard[0].timed == self._unheard[0].batches:
-            turn = self._unheard.popleft()
-            if turn.is_interrupted or turn.seconds <= 0:  # somebody has stopped all clocks, as freezegun does
-                trials.took(None)
-                continue
-            self._typical_elements = self._typical_elements or turn.elements
-            # By element, as if every batch were as large as the first.
-            trials.took(turn.seconds * (self._typical_elements / turn.elements if turn.elements else 1.0))
 
 
 class LiveTuning:
@@ -228,7 +78,7 @@ class LiveTuning:
         self._arms: list[Arm] = []
         self._is_too_short = self._is_nothing = False
         self._batches = itertools.count(1)  # since that was found
-        self.turns = Turns(trainer, self._trials)
+        self.turns = TrainerTurns(trainer, self._trials)
 
     @property
     def has_ended(self) -> bool:
@@ -380,9 +230,7 @@ class LiveTuning:
         return known
 
     def _record(self, tuning: Tuning) -> None:
-        record = self._engine.report.of("tuning")
-        record.is_on, record.status, record.details = bool(tuning.choices), tuning.line(), tuning.table()
-        record.data = tuning.to_dict()
+        tuning.show_in(self._engine.report.of("tuning"))
         resting = {arm.name for arm in self._arms} - tuning.choices.keys() if tuning.is_settled else ()
         self._engine.report.settled(resting)
 

@@ -18,17 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.core.clocks import seconds
+from lightning_accel.callbacks._epoch_ends import turns_left
+from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.open_purse import NOTICED_S
 from lightning_accel.core.purse import SHARE, TRIALS, Purse
 from lightning_accel.core.ranks import rank_zero_info
+from lightning_accel.core.step_timeline import StepTimeline, StepTimes
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.autocast_precision import nested
-from lightning_accel.lightning.live_trials import program_of, turns_left
+from lightning_accel.lightning.live_trials import program_of
 from lightning_accel.lightning.met_programs import PROGRAMS, Met, signature_of
 from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Trainer
 from lightning_accel.lightning.run import Run
@@ -88,10 +90,10 @@ class PlainStart:
         self._program: Program | None = None
         self._known: Known | None = None
         self._signature: Any = None
-        self._began: float | None = None  # the step under way, where its time counts
+        self._timeline = StepTimeline(HostClock(), self._took)
         self._is_charged = False  # the step under way, to the purse
         self._paid = 0.0  # for trials, when it began
-        self._ended: float | None = None  # that step, by its optimizer or its backward pass
+        self._ended: Any = None  # when the step under way did, by its optimizer or its backward pass
         self._cycles = 0  # steps that were timed
         self._met_tuning: Tuning | None = None
         self._held = ""  # by the module before its first step, which changes it: in words
@@ -119,12 +121,13 @@ class PlainStart:
 
     def interrupt(self) -> None:
         """Ends the step under way, since something else than training goes on: that time is not the step's."""
-        self._take_time(self._ended)
-        self._began = self._ended = None
+        if self._timeline.is_open:
+            self._timeline.step_ended(at=self._ended)
+        self._ended = None
 
     def stepped(self) -> None:
         """Notes the end of an optimizer's step. The time after it may be somebody else's."""
-        self._ended = seconds()
+        self._ended = self._timeline.mark()
 
     def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """The context of a plain step. With manual optimization, a step also computes outside of optimizer calls."""
@@ -147,16 +150,13 @@ class PlainStart:
         if self._run is not None:
             self._run.memory.end(error, "forward pass")
 
-    def _take_time(self, ended: float | None = None) -> None:
-        if self._began is None:
-            return
-        took = (seconds() if ended is None else ended) - self._began
+    def _took(self, step: StepTimes) -> None:
         if self._run is not None and self._run.is_started:
-            self._follow(self._run, took)
+            self._follow(self._run, step.step_ms / 1e3)
             return
         self._cycles += 1
         if self._cycles > 1:  # the first one fills caches
-            self._purse.step_took(took)
+            self._purse.step_took(step.step_ms / 1e3)
 
     def batch(self, batch: Any) -> None:
         """Is told of every batch to train on, before its step."""
@@ -164,9 +164,10 @@ class PlainStart:
             self._purse.done += 1
             return
         if self._searches.are_running():
-            self._began = None
+            self._timeline.abandon()
             return
-        self._take_time()
+        if self._timeline.is_open:
+            self._timeline.step_ended()
         self._purse.steps_a_turn = max(1, self._trainer.accumulate_grad_batches)
         if self._purse.done == 0:
             self._meet(batch)
@@ -178,7 +179,7 @@ class PlainStart:
             elif self._cycles >= PLAIN_STEPS or self._is_known():
                 self._consider()
         self._purse.done += 1
-        self._began = seconds()
+        self._timeline.step_began()
 
     def _follow(self, run: Run, took: float) -> None:
         """Charges the purse with the extra time of a step that was not plain and was no turn of live trials."""

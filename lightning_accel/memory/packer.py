@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from lightning_accel.core.clocks import perf_counter
-from lightning_accel.core.device import Span
+from lightning_accel.core.clocks import HostClock, Span
+from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.torch_private.autograd import has_saved_result
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory import packing
@@ -55,17 +55,14 @@ class Packer:
         self._unsettled: list[tuple[Place, weakref.ref[torch.UntypedStorage]]] = []
         self._step = 0
         self._turn = 0
-        self._entered: float | None = None
-        self._step_seconds: deque[float] = deque(maxlen=5)
+        self._step_seconds = step_seconds = deque[float](maxlen=5)
+        self._timeline = StepTimeline(HostClock(), lambda step: step_seconds.append(step.cycle_ms / 1e3))
 
     # -- the life of a step --------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Called where a training step begins, before anything is saved."""
-        now = perf_counter()
-        if self._entered is not None:
-            self._step_seconds.append(now - self._entered)
-        self._entered = now
+        self._timeline.steps_ended(1)
         self._step += 1
         self._turn = 0
         packed = [place for place in self._places.values() if place.is_packed]
@@ -81,7 +78,7 @@ class Packer:
 
     def abandon_step(self) -> None:
         """Called instead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
-        self._entered = None
+        self._timeline.pause()
         self._unsettled.clear()
 
     def report(self) -> PackingReport:

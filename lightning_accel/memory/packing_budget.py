@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.core.device import Span
+from lightning_accel.core.clocks import Span
 
 MAX_TIME_SHARE = 0.1
 """Packing and unpacking may add this share to the time that a step takes without them."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import SettingError
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private.autograd import is_in_backward
@@ -88,7 +88,7 @@ class Planner:
         self._elements: dict[Call, int] = {}
         self._last_policies: Policies = {}
         self._recorder: StepRecorder | None = None
-        self._window_start: float | None = None
+        self._window: Stopwatch | None = None  # around a step that is timed
         self._shared_bytes: Mapping[Call, int] = {}  # of the arguments
         # Of those before:
         self._base_ms = 0.0  # of a step in which every block follows its leanest policy
@@ -220,13 +220,13 @@ class Planner:
             self._recorder = StepRecorder(self._meter)
             self._shared_bytes = self._recorder.shared_bytes
         synchronize(self._device)
-        self._window_start = perf_counter()
+        self._window = Stopwatch()
 
     def _end_window(self) -> None:
-        if self._window_start is None:
+        if self._window is None:
             return
         synchronize(self._device)
-        ms, self._window_start = 1e3 * (perf_counter() - self._window_start), None
+        ms, self._window = 1e3 * self._window.seconds(), None
         if self.state.phase == "timing":
             self._base_ms, self.state = ms, replace(self.state, phase="planning")
         elif self.state.phase == "confirming":

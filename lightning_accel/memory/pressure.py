@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.core.clocks import perf_counter
+from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
 
 _TIGHT = 0.7
@@ -61,18 +62,15 @@ class Toll:
 
     def __init__(self, device: torch.device) -> None:
         self._peak = PeakMemory(device)
-        self._times: deque[float] = deque(maxlen=_LATEST)
-        self._began: float | None = None
+        self._times = times = deque[float](maxlen=_LATEST)
+        self._timeline = StepTimeline(HostClock(), lambda step: times.append(step.cycle_ms / 1e3))
         self._before_s: float | None = None
         self._before_bytes = 0
         self._left: int | None = None  # steps until the toll is known; None: nobody asks
 
     def step_begins(self) -> bool:
-        """Notes the time; whether the toll has become known."""
-        now = perf_counter()
-        if self._began is not None:
-            self._times.append(now - self._began)
-        self._began = now
+        """Ends the step before; returns whether the toll has become known."""
+        self._timeline.steps_ended(1)
         if self._left is None:
             return False
         self._left -= 1
@@ -83,7 +81,7 @@ class Toll:
 
     def interrupt(self) -> None:
         """Tells that the time until the next step is not a step's."""
-        self._began = None
+        self._timeline.pause()
 
     def ask(self, before_bytes: int) -> None:
         """Begins to find out what comes after an answer, of which the step needed ``before_bytes`` at least."""
@@ -91,7 +89,7 @@ class Toll:
             self._before_s = statistics.median(self._times) if len(self._times) >= _FIRST_STEPS else None
             self._before_bytes = before_bytes
         self._left = _LATEST + _FIRST_STEPS
-        self._began = None
+        self._timeline.pause()
 
     def known(self) -> tuple[int, int | None, float | None] | None:
         """Peak before, peak after, and how many times as long a step takes, as far as known; None: nobody asked."""

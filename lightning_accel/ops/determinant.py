@@ -141,7 +141,11 @@ def _lu_is_faster(cov: Tensor) -> bool:
     failed: list[Any] = []
 
     def by(way: Callable[[Tensor], _Root | None]) -> AbstractContextManager[Callable[[], object]]:
-        return nullcontext(lambda: way(cov) is None and failed.append(way))
+        def run() -> None:
+            if way(cov) is None:
+                failed.append(way)
+
+        return nullcontext(run)
 
     rounds: list[dict[str, float]] = []
     for took in time_calls({"lu": lambda: by(_by_lu), "cholesky": lambda: by(_by_cholesky)}, cov.device):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -21,8 +20,11 @@ import psutil
 import torch
 from typing_extensions import override
 
+from lightning_accel.core.clocks import HostClock, Stopwatch
+from lightning_accel.core.device import synchronize
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.core.step_timeline import StepTally, StepTimeline
 from lightning_accel.lightning.packages import (
     Callback,
     DummyLogger,
@@ -77,7 +79,7 @@ class Paced(Callback):
     batches as the job accumulates.
     """
 
-    def __init__(self, connection: Connection, job: Job, started: float) -> None:
+    def __init__(self, connection: Connection, job: Job, started: Stopwatch) -> None:
         self._connection = connection
         self._accumulate, self._batch_size = job.accumulate, job.batch_size or 1
         self._started = started
@@ -105,31 +107,31 @@ class Paced(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._waited_s += time.perf_counter() - self._ended
+        if not self._timeline.is_in_step:
+            self._timeline.fetch_ended()
         self._empty_epochs = 0
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._samples += _samples_in(batch, self._batch_size)
+        samples = _samples_in(batch, self._batch_size)
         self._batches += 1
-        self._ended = time.perf_counter()
-        if self._batches % self._accumulate:
-            return
-        self._turns_left -= 1
+        self._turns_left -= self._batches % self._accumulate == 0
         if self._turns_left:
+            self._timeline.step_ended(samples)
+            self._timeline.fetch_began()
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
+        synchronize(self._device)
+        self._timeline.step_ended(samples)
+        tally, peak_bytes = self._tally, self._peak.peak_bytes()
         answer: Ready | Block
         if self._is_warm:
-            answer = Block(now - self._began, self._waited_s, self._samples, self._peak.peak_bytes())
+            answer = Block(sum(tally.cycle_ms) / 1e3, sum(tally.wait_ms) / 1e3, tally.samples, peak_bytes)
         else:
             self._is_warm = True
             batches = float(trainer.num_training_batches)
-            answer = Ready(now - self._started, self._base_bytes, batches, self._peak.peak_bytes())
+            answer = Ready(self._started.seconds(), self._base_bytes, batches, peak_bytes)
         self._connection.send(answer)
         self._turns_left = self._connection.recv()
         if not self._turns_left:
@@ -137,9 +139,10 @@ class Paced(Callback):
         self._restart()
 
     def _restart(self) -> None:
-        self._samples, self._waited_s = 0, 0.0
         self._peak.restart()
-        self._began = self._ended = time.perf_counter()
+        self._tally = StepTally()
+        self._timeline = StepTimeline(HostClock(), self._tally.took)
+        self._timeline.fetch_began()
 
 
 def _samples_in(batch: Any, batch_size: int) -> int:
@@ -157,7 +160,7 @@ def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
 
     What the run writes is in ``folder``.
     """
-    started = time.perf_counter()
+    started = Stopwatch()
     try:
         job.set_up(setup)
         job.model.configure_callbacks = list  # type: ignore[method-assign]  # they may write files

@@ -15,7 +15,8 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
-from lightning_accel.core.device import Span
+from lightning_accel.core.clocks import clock_for
+from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.trial import NOT_SLOWER
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved_tensors import saving
@@ -174,10 +175,10 @@ class DepthSearch:
 
     def __init__(self, device: torch.device) -> None:
         self.depth = 2  # to use now
-        self._device = device
         self._left_to_warm_up = WARM_UP_STEPS
-        self._running: Span | None = None  # of the step in progress
-        self._spans: dict[int, list[Span]] = {depth: [] for depth in DEPTHS}
+        self._ms = ms = {depth: list[float]() for depth in DEPTHS}  # of each step
+        self._steps = dict.fromkeys(DEPTHS, 0)  # how many there were, also of those whose time is not known yet
+        self._timeline = StepTimeline(clock_for(device), lambda step: ms[step.label].append(step.cycle_ms))
         self._is_over = False
 
     def describe(self) -> str:
@@ -192,21 +193,17 @@ class DepthSearch:
             return
         if self._left_to_warm_up > 0:
             self._left_to_warm_up -= 1
+            self._timeline.restart()
             return
-        if self._running is not None:
-            self._running.stop()
-            self._spans[self.depth].append(self._running)
-        times = {depth: [span.seconds() for span in spans if span.is_over()] for depth, spans in self._spans.items()}
-        if min(map(len, times.values())) >= ROUNDS:
-            medians = {depth: statistics.median(of_depth) for depth, of_depth in times.items()}
+        self._steps[self.depth] += self._timeline.steps_ended(1, label=self.depth)
+        if min(map(len, self._ms.values())) >= ROUNDS:
+            medians = {depth: statistics.median(ms) for depth, ms in self._ms.items()}
             self.depth = min(depth for depth in DEPTHS if medians[depth] <= NOT_SLOWER * min(medians.values()))
-            self._is_over, self._running = True, None
-            self._spans.clear()
+            self._is_over = True
             return
         # In turns: whatever drifts in the course of a run hits all of them.
-        self.depth = min(DEPTHS, key=lambda depth: len(self._spans[depth]))
-        self._running = Span(self._device)
+        self.depth = min(DEPTHS, key=lambda depth: self._steps[depth])
 
     def interrupt(self) -> None:
         """Something else than a training step happens: the time until the next one tells nothing."""
-        self._running = None
+        self._timeline.pause()

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_accel.core.report import TechniqueReport
 from lightning_accel.tuning.comparison import Result
 
 
@@ -63,6 +64,11 @@ class Tuning:
         results = {name: Result.from_dict(one) for name, one in state["results"].items()}
         whole = None if whole is None else Result.from_dict(whole)
         return cls(**{**deepcopy(state), "results": results, "whole": whole})
+
+    def show_in(self, record: TechniqueReport) -> None:
+        """Has a report's record say what the trials have come to."""
+        record.is_on, record.status, record.details = bool(self.choices), self.line(), self.table()
+        record.data = self.to_dict()
 
     def pays_after(self, name: str) -> int | None:
         """After how many turns an arm has won back what it took to set it up; None where that was never seen."""

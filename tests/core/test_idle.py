@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_accel.core.clocks import EventClock
-from lightning_accel.core.idle import HeldTimer, idle_ms
-from lightning_accel.core.phase_timer import PartTimer
+from lightning_accel.core.idle import idle_ms
+from lightning_accel.core.step_timeline import PhaseSums, StepTimeline
 from support.simulated_device import SimulatedDevice
 
 PARTS = ("forward", "backward")
@@ -24,10 +24,8 @@ class Run:
     def __init__(self, *, host_ms: float, kernel_ms: float, asks: bool = False) -> None:
         self.device = SimulatedDevice()
         self.host_ms, self.kernel_ms, self.asks = host_ms, kernel_ms, asks
-        clock = EventClock(self.device.new_event)
-        self.seen = PartTimer(clock, "rest")
-        self.held = HeldTimer(clock, "rest", PARTS, self.device.launch)
-        self.held.hold_ms = 20 * host_ms
+        self.timeline = StepTimeline(EventClock(self.device.new_event))
+        self.seen, self.held = PhaseSums(), PhaseSums()
 
     def trains(self, *, steps: int) -> Run:
         """The first few are not looked at: the host takes them to get ahead, where it does."""
@@ -35,25 +33,24 @@ class Run:
             self.step(None if step < 3 else self.seen)
         self.step(self.held)
         self.device.host_ms = max(self.device.host_ms, self.device.free_at_ms)
-        self.seen.read()
-        self.held.read()
+        self.timeline.settle()
         return self
 
-    def step(self, timer: PartTimer | None) -> None:
-        if timer is not None:
-            timer.begin()
+    def step(self, sums: PhaseSums | None) -> None:
+        self.timeline.step_began()
+        if sums is not None:
+            self.timeline.begin_phases(sums, "rest")
+        if sums is self.held:
+            self.device.launch(20 * self.host_ms)
         for part in PARTS:
-            if timer is not None:
-                timer.enter(part)
+            self.timeline.enter(part)
             for kernel in range(5):
                 self.device.host_ms += self.host_ms
                 self.device.launch(self.kernel_ms)
                 if self.asks and kernel == 2:
                     self.device.host_ms = max(self.device.host_ms, self.device.free_at_ms)
-            if timer is not None:
-                timer.leave()
-        if timer is not None:
-            timer.end()
+            self.timeline.leave()
+        self.timeline.step_ended()
 
     def idle(self) -> dict[str, float]:
         return idle_ms(self.seen, self.held, PARTS)
@@ -80,8 +77,7 @@ def test_steps_that_vary_are_no_waiting_while_the_device_is_behind() -> None:
     run.kernel_ms = 6
     run.step(run.held)
     run.device.host_ms = run.device.free_at_ms
-    run.seen.read()
-    run.held.read()
+    run.timeline.settle()
     assert run.idle()["backward"] == 0
 
 
@@ -101,30 +97,17 @@ def test_a_part_is_set_beside_the_same_part_in_as_many_steps() -> None:
     """As with accumulation, where most steps have no optimizer's."""
     run = Run(host_ms=10, kernel_ms=4).trains(steps=1)
     for _ in range(3):
-        run.seen.begin()
+        run.timeline.step_began()
+        run.timeline.begin_phases(run.seen, "rest")
         run.device.host_ms += 5
-        run.seen.end()
-    run.device.host_ms = max(run.device.host_ms, run.device.free_at_ms)
-    run.seen.read()
+        run.timeline.step_ended()
+    run.timeline.settle()
     assert run.idle() == pytest.approx({"forward": 30, "backward": 30})
 
 
-def test_the_device_is_held_once_in_a_step_and_outside_of_the_parts() -> None:
-    held_ms: list[float] = []
-    timer = HeldTimer(EventClock(SimulatedDevice().new_event), "rest", PARTS, held_ms.append)
-    timer.hold_ms = 7.0
-    timer.begin()
-    timer.enter("data")
-    timer.leave()
-    assert held_ms == []
-    timer.enter("forward")
-    timer.enter("backward")
-    assert held_ms == [7.0]
-    timer.drop()
-    timer.enter("forward")
-    assert held_ms == [7.0]
-
-
 def test_nothing_waits_for_the_device() -> None:
-    run = Run(host_ms=10, kernel_ms=4).trains(steps=3)
+    run = Run(host_ms=10, kernel_ms=4)
+    for sums in (run.seen, run.held, None):
+        run.step(sums)
     assert run.device.synchronisations == 0
+    assert run.seen.steps == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accel.core.clocks import StepClock, clock_for
+from lightning_accel.core.clocks import HostClock, clock_for
 from lightning_accel.core.torch_private.modules import hooks_on_all_modules
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.op_profiler import AnatomyMode
@@ -77,7 +77,7 @@ class Training:
         self.is_stepping = False
 
     def taken_apart(self, *, meters: bool = False) -> Anatomy:
-        mode = AnatomyMode(self.net, StepClock(), lambda: self.is_stepping, meters=meters)
+        mode = AnatomyMode(self.net, HostClock(), lambda: self.is_stepping, meters=meters)
         mode.begin(self.batch, [self.optimizer])
         with mode:
             self.step()
@@ -231,7 +231,7 @@ def test_a_step_that_raises_leaves_no_hook_behind() -> None:
 
 def test_what_cannot_be_looked_at_costs_the_look_and_not_the_count_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(Net())
-    mode = AnatomyMode(training.net, StepClock(), lambda: False)
+    mode = AnatomyMode(training.net, HostClock(), lambda: False)
 
     def stumbles(*args: Any) -> None:
         raise TypeError("no such tensor")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_accel.core.device import Span
+from lightning_accel.core.clocks import Span
 from lightning_accel.memory import packer as packer_module
 from lightning_accel.memory.packer import NO_ROOM, Packer
 from lightning_accel.memory.packing_budget import DENSE, SLOW, TRIALS, Place, choose
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.numbers
 
 def place(*, freed: int, seconds: float, leader: Place | None = None) -> Place:
     span = Span(torch.device("cpu"))
-    span._seconds = seconds
+    span._began, span._ended = 0, round(1e9 * seconds)
     return Place(before_bytes=freed + 1000, after_bytes=1000, leader=leader, sightings=[[span]] * TRIALS)
 
 

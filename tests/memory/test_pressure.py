@@ -37,7 +37,7 @@ def test_a_process_with_a_limit_is_always_near_it(monkeypatch: pytest.MonkeyPatc
 def test_the_toll_is_known_after_some_steps_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of the test's own: a step takes one second before, two after."""
     now = [0.0]
-    monkeypatch.setattr("lightning_accel.memory.pressure.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lightning_accel.core.clocks.perf_counter_ns", lambda: round(1e9 * now[0]))
     toll = Toll(CPU)
 
     def step(seconds: float) -> bool:

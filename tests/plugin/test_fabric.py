@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelFabricPlugin, AccelPlugin
-from lightning_accel.tuning.loop import LoopTurns
+from lightning_accel.tuning.loop import LoopTuning
 from support.lightning_models import cnn, footprint
 
 pytestmark = pytest.mark.numbers
@@ -54,7 +54,7 @@ def test_a_loop_trains_to_the_same_numbers(accumulate: int) -> None:
 def test_several_modules_are_one_and_a_step_has_one_of_each_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of one network alone, beside one of the other, would be another kind of step: no two could be compared."""
     begun = []
-    monkeypatch.setattr(LoopTurns, "step_begins", lambda turns: begun.append(True))
+    monkeypatch.setattr(LoopTuning, "step_begins", lambda turns: begun.append(True))
     plugin = AccelFabricPlugin(precision="32-true", gradient_checkpointing={"mode": "full", "blocks": ["0.0", "1.0"]})
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.core.clocks import EventClock
-from lightning_accel.lightning import live_trials
+from lightning_accel.lightning import trainer_turns
 from lightning_accel.tuning import loop
 from support.live_runs import SimulatedTime, Speed, Timed, fit, simulated
 from support.simulated_device import SimulatedDevice
@@ -35,7 +35,7 @@ class QueuedTime(SimulatedTime):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    for module in (live_trials, loop):
+    for module in (trainer_turns, loop):
         monkeypatch.setattr(module, "clock_for", lambda of: EventClock(device.new_event))
     return device
 

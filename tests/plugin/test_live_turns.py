@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel import AccelPlugin
-from lightning_accel.lightning.live_trials import turns_left
+from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.tuning.trials import LiveTrials
 from support.live_runs import BATCH_SIZE, SimulatedTime, Speed, Timed, batches, fit, simulated
 

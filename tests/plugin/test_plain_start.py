@@ -21,12 +21,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
 from lightning_accel.lightning import plain_start
 from lightning_accel.lightning import plugin as plugin_module
-from lightning_accel.lightning.live_trials import turns_left
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.techniques.notes import Verdict
 from support.console import heard

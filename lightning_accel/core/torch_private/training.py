@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
-from lightning_accel.core.clocks import perf_counter_ns
+from lightning_accel.core.clocks import Stopwatch
 
 
 def exposed_communication(wrapped: DistributedDataParallel) -> float:
@@ -68,8 +68,8 @@ def hold_device(ms: float) -> None:
 
 
 @contextmanager
-def told_of_loading(told: Callable[[int], object]) -> Iterator[None]:
-    """Tells how many nanoseconds a DataLoader without workers takes for the samples of a batch, which it then collates.
+def told_of_loading(told: Callable[[float], object]) -> Iterator[None]:
+    """Tells how many milliseconds a DataLoader without workers takes for a batch's samples, which it then collates.
 
     Nothing public comes between the two: ``torch.utils.data._utils.fetch``, since torch 1.2. Without it, nothing is
     told: all of loading is then taken to grow with the batch. Other threads' loaders are not told of.
@@ -84,10 +84,10 @@ def told_of_loading(told: Callable[[int], object]) -> Iterator[None]:
         def fetch(self: Any, index: Any) -> Any:
             if threading.get_ident() != thread:
                 return original(self, index)
-            collate, began = self.collate_fn, perf_counter_ns()
+            collate, stopwatch = self.collate_fn, Stopwatch()
 
             def collate_fn(samples: Any) -> Any:
-                told(perf_counter_ns() - began)
+                told(1e3 * stopwatch.seconds())
                 return collate(samples)
 
             self.collate_fn = collate_fn

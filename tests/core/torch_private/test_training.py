@@ -80,7 +80,7 @@ def test_loading_samples_is_told_apart_from_making_a_batch_of_them() -> None:
 
     batches = iter(DataLoader(Told(), batch_size=2, sampler=range(6), collate_fn=collate))
     next(batches)
-    with told_of_loading(lambda took_ns: told.append("loaded")):
+    with told_of_loading(lambda took_ms: told.append("loaded")):
         assert next(batches) == [2, 3]
     next(batches)
     before, during, after = ["sample", "sample", "collated"], ["sample", "sample", "loaded", "collated"], told[7:]

@@ -1,0 +1,130 @@
+"""Turns of live trials: which steps of a training make one, which of them count, and what each took."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from lightning_accel.core.clocks import HostClock
+from lightning_accel.core.step_timeline import StepTimeline, StepTimes
+from lightning_accel.tuning.trials import LiveTrials
+
+_WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an epoch is the rest that was left
+
+
+@dataclass
+class _Turn:
+    """From one optimizer step to the next; each of its batches is a step of the timeline."""
+
+    batches: int = 0
+    timed: int = 0  # how many of these have been timed
+    seconds: float = 0.0
+    elements: int = 0  # of the tensors in its batches
+    repeats: int = 0  # turns in a row that did not count
+    ends_epoch: bool = False
+    is_interrupted: bool = False
+    is_over: bool = False
+
+
+class Turns:
+    r"""Cuts a training into turns, and has live trials take them. Until there are trials, hardly anything is done.
+
+    Whoever trains tells of steps and turns. A Trainer and a plain loop differ in what they tell:
+
+    ==============  ============================================================  =================================
+    \                                     Trainer                                 plain loop
+    ==============  ============================================================  =================================
+    a step          from a batch's transfer to the end of ``on_train_batch_end``  from one beginning to the next one
+    fetches         none of a step's time                                         part of it: nothing tells of them
+    checkpoints     left out, by :meth:`pause` and :meth:`go_on`                  part of it
+    a turn          the batches whose gradients are accumulated                   one step
+    batches         by their elements, as if each were as large as the first      taken to be equally large
+    not counted     taken again, on a single rank                                 left out
+    ==============  ============================================================  =================================
+
+    Attributes:
+        trials: The trials; None before :meth:`start`.
+    """
+
+    def __init__(self) -> None:
+        self.trials: LiveTrials | None = None
+        self._timeline = StepTimeline(HostClock())
+        self._repeats = 0
+        self._turn = _Turn()
+        self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order, whose time they do not know
+        self._elements = 0  # of the latest turn that counts
+        self._typical_elements = 0
+
+    def start(self, trials: LiveTrials, clock: HostClock, *, repeats: int = 0) -> None:
+        """Has ``trials`` take the turns from the next one on.
+
+        Args:
+            trials: Which take the turns.
+            clock: The clock of the device that trains.
+            repeats: How often a turn that does not count is taken again.
+        """
+        self.trials, self._repeats = trials, repeats
+        self._timeline = StepTimeline(clock, self._took)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether there are trials, and they are not over."""
+        return self.trials is not None and not self.trials.is_over
+
+    def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
+        """Told that a step begins, with a batch of so many elements, perhaps the last one of an epoch."""
+        self._timeline.step_began()
+        self._turn.batches += 1
+        self._turn.elements += elements
+        self._turn.ends_epoch |= ends_epoch
+
+    def step_ends(self) -> None:
+        """Told that the step under way is over, if there is one."""
+        if self._timeline.is_open:
+            self._timeline.step_ended(label=self._turn)
+
+    def pause(self) -> None:
+        """Leaves what comes now out of the time of the step under way, until :meth:`go_on`."""
+        if self._timeline.is_open:
+            self._timeline.fetch_began()
+
+    def go_on(self) -> None:
+        """Ends what :meth:`pause` began."""
+        if self._timeline.is_open:
+            self._timeline.fetch_ended()
+
+    def interrupt(self) -> None:
+        """Told that something else than training goes on. If that is timed as a step, the turn does not count."""
+        self._turn.is_interrupted |= self._timeline.is_in_step
+
+    def next_turn(self) -> None:
+        """Ends the turn under way, tells the trials of the turns whose time is known, and begins the next one."""
+        assert self.trials is not None, "start() comes first"
+        turn = self._turn
+        turn.is_over = True
+        if turn.ends_epoch and turn.elements < _WHOLE * self._elements:  # of which fixed costs are a larger part
+            turn.is_interrupted = True
+        if not turn.is_interrupted:
+            self._elements = turn.elements
+        elif self._unheard and turn.repeats < self._repeats:
+            # Else every pair of an epoch of two steps might lack the same one.
+            self._unheard[-1] = self._turn = _Turn(repeats=turn.repeats + 1)
+            return
+        self._tell(self.trials)
+        self._turn = _Turn()
+        self.trials.begin()
+        self._unheard.append(self._turn)
+
+    def _took(self, step: StepTimes) -> None:
+        turn: _Turn = step.label
+        turn.seconds += step.step_ms / 1e3
+        turn.timed += 1
+
+    def _tell(self, trials: LiveTrials) -> None:
+        while self._unheard and self._unheard[0].is_over and self._unheard[0].timed == self._unheard[0].batches:
+            turn = self._unheard.popleft()
+            if turn.is_interrupted or turn.seconds <= 0:  # somebody has stopped all clocks, as freezegun does
+                trials.took(None)
+                continue
+            self._typical_elements = self._typical_elements or turn.elements
+            trials.took(turn.seconds * (self._typical_elements / turn.elements if turn.elements else 1.0))

@@ -12,9 +12,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.callbacks._phase_patch import PartsPatch
-from lightning_accel.core.clocks import Stopwatch, ThreadStopwatch
-from lightning_accel.core.idle import idle_ms
-from lightning_accel.core.step_timeline import PhaseSums, StepTimeline
+from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.core.phase_sums import PhaseSums
+from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.phase_names import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
@@ -67,8 +67,9 @@ class PhaseSampler:
         self._is_looking = False
         self._is_watched = False  # the step under way, by somebody who slows it
         self._was_dropped = False
-        self._look, self._fetch = Stopwatch(), ThreadStopwatch()
-        self._loading_cpu_ms, self._samples_ms = [0.0, 0.0], [0.0, 0.0]  # of the step under way, and of those before
+        self._look = self._fetch = Stopwatch()
+        self._fetched_ms = self._loaded_ms = 0.0  # processor time of fetches, and samples, in the step under way
+        self._loading_cpu_ms = self._samples_ms = 0.0  # the same in the steps before
         self._is_told = ExitStack()  # of samples, within a fetch
         self._taken_ms: defaultdict[str, float] = defaultdict(float)
         self._taken_steps = 0
@@ -88,12 +89,12 @@ class PhaseSampler:
         self._timeline.enter(DATA)
         if self._is_looking:
             self._is_told.enter_context(told_of_loading(self._loaded))
-            self._fetch = ThreadStopwatch()
+            self._fetch = Stopwatch(of_thread=True)
 
     def fetch_ended(self) -> None:
         """Told that a fetch ends, tells the timeline, too."""
         if self._is_looking:
-            self._loading_cpu_ms[0] += self._fetch.ms()
+            self._fetched_ms += 1e3 * self._fetch.seconds()
         self._is_told.close()
         self._timeline.leave()
         self._timeline.fetch_ended()
@@ -116,8 +117,8 @@ class PhaseSampler:
                 self._looks_to_hold = HOLD_EVERY
             else:
                 self._hold_ms = 1e3 * self._look.seconds()  # as long as the host takes over a step
-                for ms in (self._loading_cpu_ms, self._samples_ms):
-                    ms[1] += ms[0]
+                self._loading_cpu_ms += self._fetched_ms
+                self._samples_ms += self._loaded_ms
         self._drop()
         self._left -= 1
         if self._left == 0:
@@ -154,14 +155,14 @@ class PhaseSampler:
 
     def _begin(self, sums: PhaseSums) -> None:
         if not self.failure:
-            self._loading_cpu_ms[0] = self._samples_ms[0] = 0.0
+            self._fetched_ms = self._loaded_ms = 0.0
             self._is_looking, self.is_holding, self._was_held = True, sums is self._held, False
             self._look = Stopwatch()
             self._told.tell(self)
             self._timeline.begin_phases(sums, REST)
 
     def _loaded(self, took_ms: float) -> None:
-        self._samples_ms[0] += took_ms
+        self._loaded_ms += took_ms
 
     def _drop(self) -> None:
         if self._is_looking:
@@ -175,15 +176,15 @@ class PhaseSampler:
         seen = self._seen
         found = dict(seen.ms)
         if self._can_hold:
-            for phase, ms in idle_ms(seen, self._held, COMPUTE).items():
+            for phase, ms in seen.idle_ms(self._held, COMPUTE).items():
                 found[phase] -= ms
                 found[IDLE] = found.get(IDLE, 0.0) + ms
         found = self._with_communication(found)
         for phase, ms in found.items():
             self._taken_ms[phase] += ms
-        taken = Taken(found, seen.steps, self._loading_cpu_ms[1], self._samples_ms[1])
+        taken = Taken(found, seen.steps, self._loading_cpu_ms, self._samples_ms)
         self._taken_steps += taken.steps
-        self._loading_cpu_ms[1] = self._samples_ms[1] = 0.0
+        self._loading_cpu_ms = self._samples_ms = 0.0
         seen.clear()
         return taken
 
@@ -210,4 +211,4 @@ class PhaseSampler:
 def _can_hold(trainer: Trainer, timeline: StepTimeline) -> bool:
     """Whether its device can be held back, and nobody else waits for it."""
     # On ROCm that clock goes at another rate.
-    return not timeline.is_of_host and trainer.world_size == 1 and torch.version.hip is None
+    return not timeline.clock.is_host and trainer.world_size == 1 and torch.version.hip is None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Taken once: what somebody exchanges in `time`, as tests do, neither stops nor counts our clocks.
 monotonic, perf_counter = time.monotonic, time.perf_counter
-perf_counter_ns, thread_time_ns = time.perf_counter_ns, time.thread_time_ns
+perf_counter_ns, thread_time = time.perf_counter_ns, time.thread_time
 
 
 def seconds() -> float:
@@ -24,31 +24,25 @@ def seconds() -> float:
 
 
 class Stopwatch:
-    """Measures how long something takes on the host, once: a compilation, a file that is loaded."""
+    """Measures how long something takes on the host, once: a compilation, a file that is loaded.
 
-    def __init__(self) -> None:
-        self._began = perf_counter()
+    Args:
+        of_thread: Whether it counts the processor time of the calling thread, and not the time that passes.
+    """
+
+    def __init__(self, *, of_thread: bool = False) -> None:
+        self._now = thread_time if of_thread else perf_counter
+        self._began = self._now()
 
     def seconds(self) -> float:
         """The seconds since the stopwatch began."""
-        return perf_counter() - self._began
+        return self._now() - self._began
 
     def lap(self) -> float:
         """Returns the seconds since the stopwatch began, and begins again."""
-        now = perf_counter()
-        took, self._began = now - self._began, now
+        took = self.seconds()
+        self._began += took
         return took
-
-
-class ThreadStopwatch:
-    """Measures the processor time of the calling thread."""
-
-    def __init__(self) -> None:
-        self._began_ns = thread_time_ns()
-
-    def ms(self) -> float:
-        """The milliseconds of processor time since the stopwatch began."""
-        return (thread_time_ns() - self._began_ns) / 1e6
 
 
 class Deadline:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_accel.core.clocks import HostClock
+from lightning_accel.core.phase_sums import PhaseSums, Switch
 
 _LATEST = slice(-8, None)  # the steps whose waiting stands for that of steps of which nothing else was told
 _ENDED = 3  # the place of that instant in a cycle
@@ -42,42 +42,33 @@ class StepTimeline:
     """Cuts a training into cycles, one a step. Each runs from the end of the step before it to its own end.
 
     A cycle has three parts: the *gap* before its first fetch (loggers, progress bar), *waiting* inside fetches, and
-    the *step*, which is all the rest. :meth:`pause` leaves out what is not training: the next cycle then begins with
-    its first fetch. On a GPU waiting is what the *device* waited: a fetch that is over before the device has worked
-    off its queue costs nothing.
+    the *step*, which is all the rest. On a GPU waiting is what the *device* waited: a fetch that is over before the
+    device has worked off its queue costs nothing.
 
     Steps that are asked for have *phases* too, which add up to all of the cycle. Time counts for the phase that was
     entered last and not left: an optimizer's step that calls forward and backward has what is left without them.
 
     Args:
         clock: The clock of the device that trains.
-        listeners: Called with each step that has ended, once the device has passed it, in their order.
-
-    Attributes:
-        is_of_host: Whether it is the host's clock, and not a device's own.
+        listeners: Called in their order with each step that has ended, once the device has passed it.
     """
 
     def __init__(self, clock: HostClock, *listeners: Callable[[StepTimes], object]) -> None:
-        self.listeners = list(listeners)
+        self.clock, self.listeners = clock, list(listeners)
         # Looked up once, as a step needs each of them several times.
-        self._clock, self._mark, self._elapsed, self._unit_ms = clock, clock.mark, clock.elapsed, clock.unit_ms
-        self.is_of_host = clock.is_host
+        self._mark, self._elapsed, self._unit_ms = clock.mark, clock.elapsed, clock.unit_ms
         self._take = self._read if clock.is_host else self._keep
         self._pending: deque[tuple[Any, ...]] = deque()
         self.restart()
 
     def restart(self) -> None:
-        """Forgets everything, for a new epoch."""
-        self.abandon()
-        self._pending.clear()
-        self._clock.follow_stream()
-
-    def abandon(self) -> None:
-        """Forgets the step under way, and the end of the step before it."""
+        """Forgets everything, also the step under way."""
         self._began: Any = None
         self._fetches: list[Any] = []  # begin, end, begin, end, ...
         self._backward: Any = None
+        self._pending.clear()
         self.drop_phases()
+        self.clock.follow_stream()
 
     @property
     def is_open(self) -> bool:
@@ -88,10 +79,6 @@ class StepTimeline:
     def is_in_step(self) -> bool:
         """Whether time that passes now is a step's: a cycle is open, and no fetch."""
         return self.is_open and len(self._fetches) % 2 == 0
-
-    def mark(self) -> Any:
-        """The present instant, for :meth:`step_ended`."""
-        return self._mark()
 
     def fetch_began(self) -> None:
         self._fetches.append(self._mark())
@@ -116,12 +103,12 @@ class StepTimeline:
             samples: How many samples the step trained on.
             is_apart: Whether something slowed it down.
             label: What listeners are to be given with its times.
-            at: The instant at which it ended; None if that is now.
+            at: The instant of the clock at which it ended; None if that is now.
         """
         ended = self._mark() if at is None else at
         if self._fetches:
             phases = self._ended_phases(ended) if self._stack else None
-            self._take((self._began, self._fetches, self._backward, ended, samples, is_apart, 0, label, phases))
+            self._take(self._began, self._fetches, self._backward, ended, samples, is_apart, 0, label, phases)
         self._began, self._fetches, self._backward = ended, [], None
 
     def steps_ended(self, steps: int, samples: int = 0, label: Any = None) -> int:
@@ -133,7 +120,7 @@ class StepTimeline:
         began, self._began = self._began, self._mark()
         if began is None:
             return 0
-        self._take((began, [began, began], None, self._began, samples, False, steps, label, None))
+        self._take(began, [began, began], None, self._began, samples, False, steps, label, None)
         return steps
 
     def pause(self) -> None:
@@ -144,7 +131,7 @@ class StepTimeline:
     def settle(self) -> None:
         """Tells the listeners of all steps that have ended. The only call that may wait for the device."""
         if self._pending:
-            self._clock.wait_for(self._pending[-1][_ENDED])
+            self.clock.wait_for(self._pending[-1][_ENDED])
             self._read_passed()
 
     # -- phases --------------------------------------------------------------------------------------------------
@@ -152,7 +139,7 @@ class StepTimeline:
     def begin_phases(self, sums: PhaseSums, rest: str) -> None:
         """Has the step under way, or the one that begins now, told to ``sums`` by phases, the first being ``rest``."""
         self._sums, self._stack = sums, [rest]
-        self._switches = [_Switch(rest, self._mark(), False)]
+        self._switches = [Switch(rest, self._mark(), False)]
 
     @property
     def phase(self) -> str:
@@ -174,12 +161,12 @@ class StepTimeline:
     def drop_phases(self) -> None:
         """Forgets the phases of the step under way."""
         self._stack: list[str] = []
-        self._switches: list[_Switch] = []
+        self._switches: list[Switch] = []
 
     def _switch(self, phase: str, mark: Any) -> None:
-        self._switches.append(_Switch(phase, mark, self._clock.has_passed(self._switches[-1].mark)))
+        self._switches.append(Switch(phase, mark, self.clock.has_passed(self._switches[-1].mark)))
 
-    def _ended_phases(self, ended: Any) -> tuple[PhaseSums, list[_Switch]]:
+    def _ended_phases(self, ended: Any) -> tuple[PhaseSums, list[Switch]]:
         self._switch("", ended)
         phases = self._sums, self._switches
         self.drop_phases()
@@ -187,21 +174,31 @@ class StepTimeline:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def _keep(self, cycle: tuple[Any, ...]) -> None:
+    def _keep(self, *cycle: Any) -> None:
         self._pending.append(cycle)
         self._read_passed()
 
     def _read_passed(self) -> None:
         # All instants are of one stream, so what came before one that has passed has passed too.
-        while self._pending and self._clock.has_passed(self._pending[0][_ENDED]):
-            self._read(cycle := self._pending.popleft())
+        while self._pending and self.clock.has_passed(self._pending[0][_ENDED]):
+            self._read(*(cycle := self._pending.popleft()))
             began, fetches, backward, *_, phases = cycle
-            # A cycle's end stays: it is the next one's beginning. A step without a fetch has one instant twice.
+            # A cycle's end stays: it is the next one's beginning.
             switched = [] if phases is None else [switch.mark for switch in phases[1][:-1]]
-            self._clock.release((*fetches, backward, began, *switched))
+            self.clock.release((*fetches, backward, began, *switched))
 
-    def _read(self, cycle: tuple[Any, ...]) -> None:
-        began, fetches, backward, ended, samples, is_apart, together, label, phases = cycle
+    def _read(
+        self,
+        began: Any,
+        fetches: list[Any],
+        backward: Any,
+        ended: Any,
+        samples: int,
+        is_apart: bool,
+        together: int,
+        label: Any,
+        phases: Any,
+    ) -> None:
         elapsed, ms = self._elapsed, self._unit_ms
         opened = fetches[0]
         waited = elapsed(fetches[1], opened)
@@ -217,23 +214,22 @@ class StepTimeline:
         times = ((took - waited) * ms, cycle_took * ms, waited * ms, before, samples, together, is_apart, label)
         step = tuple.__new__(StepTimes, times)
         if phases is not None:
-            phases[0].add(self._clock, phases[1])
+            phases[0].add(self.clock, phases[1])
         for told in self.listeners:
             told(step)
 
 
 class StepTally:
-    """Keeps the times of steps that count, as :meth:`took` is told of them.
+    """Keeps the times of steps that count, in milliseconds, as :meth:`took` is told of them.
 
     Steps that ended together are taken to have waited for data as the latest steps before them did.
 
     Attributes:
-        step_ms: Of each step that was timed by itself, in milliseconds; likewise ``before_backward_ms``.
+        step_ms: Of each step that was timed by itself; likewise ``before_backward_ms``.
         cycle_ms: Of each step; likewise ``wait_ms``.
         labelled_ms: The cycles of steps with a label that is true.
         samples: How many samples the steps trained on.
-        steps_apart: How many steps do not count.
-        samples_apart: How many samples those trained on.
+        steps_apart: How many steps do not count; likewise ``samples_apart``.
     """
 
     def __init__(self) -> None:
@@ -261,40 +257,3 @@ class StepTally:
             self.before_backward_ms.append(before_backward_ms)
         if label:
             self.labelled_ms.append(cycle_ms)
-
-
-class PhaseSums:
-    """Adds up the phases of steps.
-
-    Attributes:
-        ms: Phase → milliseconds in all steps.
-        abreast_ms: Of these, what lay between two instants the first of which the device had come to before the host
-            came to the second: in all else the device was behind, and did not wait for the host. On a CPU it is all.
-        steps_with: Phase → in how many steps it was.
-        steps: How many steps there were.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.ms: defaultdict[str, float] = defaultdict(float)
-        self.abreast_ms: defaultdict[str, float] = defaultdict(float)
-        self.steps_with: defaultdict[str, int] = defaultdict(int)
-        self.steps = 0
-
-    def add(self, clock: HostClock, switches: list[_Switch]) -> None:
-        """Adds the phases of one step, of which each lasts until the next."""
-        for began, ended in itertools.pairwise(switches):
-            took_ms = clock.ms_between(began.mark, ended.mark)
-            self.ms[began.phase] += took_ms
-            self.abreast_ms[began.phase] += took_ms if ended.is_abreast else 0.0
-        for phase in {switch.phase for switch in switches}:
-            self.steps_with[phase] += 1
-        self.steps += 1
-
-
-class _Switch(NamedTuple):
-    phase: str  # that begins
-    mark: Any
-    is_abreast: bool  # whether the device had come to the instant before this one when the host came to this one

@@ -127,7 +127,7 @@ class PlainStart:
 
     def stepped(self) -> None:
         """Notes the end of an optimizer's step. The time after it may be somebody else's."""
-        self._ended = self._timeline.mark()
+        self._ended = self._timeline.clock.mark()
 
     def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """The context of a plain step. With manual optimization, a step also computes outside of optimizer calls."""
@@ -164,7 +164,7 @@ class PlainStart:
             self._purse.done += 1
             return
         if self._searches.are_running():
-            self._timeline.abandon()
+            self._timeline.restart()
             return
         if self._timeline.is_open:
             self._timeline.step_ended()

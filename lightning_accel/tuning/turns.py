@@ -16,8 +16,7 @@ _WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an e
 class _Turn:
     """From one optimizer step to the next; each of its batches is a step of the timeline."""
 
-    batches: int = 0
-    timed: int = 0  # how many of these have been timed
+    untimed: int = 0  # batches whose time is not known
     seconds: float = 0.0
     elements: int = 0  # of the tensors in its batches
     repeats: int = 0  # turns in a row that did not count
@@ -29,18 +28,13 @@ class _Turn:
 class Turns:
     r"""Cuts a training into turns, and has live trials take them. Until there are trials, hardly anything is done.
 
-    Whoever trains tells of steps and turns. A Trainer and a plain loop differ in what they tell:
+    Whoever trains tells of steps and turns. A Trainer and a plain loop differ in this:
 
-    ==============  ============================================================  =================================
-    \                                     Trainer                                 plain loop
-    ==============  ============================================================  =================================
-    a step          from a batch's transfer to the end of ``on_train_batch_end``  from one beginning to the next one
-    fetches         none of a step's time                                         part of it: nothing tells of them
-    checkpoints     left out, by :meth:`pause` and :meth:`go_on`                  part of it
-    a turn          the batches whose gradients are accumulated                   one step
-    batches         by their elements, as if each were as large as the first      taken to be equally large
-    not counted     taken again, on a single rank                                 left out
-    ==============  ============================================================  =================================
+    * A Trainer's step is from a batch's transfer to the end of ``on_train_batch_end``, without fetches, and without
+      checkpoints, for which it calls :meth:`pause`. A plain loop's is from one beginning to the next, with all of that.
+    * A Trainer's turn is the batches whose gradients are accumulated, taken as if each were as large as the first. A
+      plain loop's is one step, and batches are taken to be equally large.
+    * A turn that does not count is taken again in a Trainer with a single rank. Several may not agree on what counts.
 
     Attributes:
         trials: The trials; None before :meth:`start`.
@@ -74,7 +68,7 @@ class Turns:
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
         """Told that a step begins, with a batch of so many elements, perhaps the last one of an epoch."""
         self._timeline.step_began()
-        self._turn.batches += 1
+        self._turn.untimed += 1
         self._turn.elements += elements
         self._turn.ends_epoch |= ends_epoch
 
@@ -118,10 +112,10 @@ class Turns:
     def _took(self, step: StepTimes) -> None:
         turn: _Turn = step.label
         turn.seconds += step.step_ms / 1e3
-        turn.timed += 1
+        turn.untimed -= 1
 
     def _tell(self, trials: LiveTrials) -> None:
-        while self._unheard and self._unheard[0].is_over and self._unheard[0].timed == self._unheard[0].batches:
+        while self._unheard and self._unheard[0].is_over and not self._unheard[0].untimed:
             turn = self._unheard.popleft()
             if turn.is_interrupted or turn.seconds <= 0:  # somebody has stopped all clocks, as freezegun does
                 trials.took(None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_accel.core.clocks import EventClock
-from lightning_accel.core.idle import idle_ms
-from lightning_accel.core.step_timeline import PhaseSums, StepTimeline
+from lightning_accel.core.phase_sums import PhaseSums
+from lightning_accel.core.step_timeline import StepTimeline
 from support.simulated_device import SimulatedDevice
 
 PARTS = ("forward", "backward")
@@ -53,7 +53,7 @@ class Run:
         self.timeline.step_ended()
 
     def idle(self) -> dict[str, float]:
-        return idle_ms(self.seen, self.held, PARTS)
+        return self.seen.idle_ms(self.held, PARTS)
 
 
 def test_a_device_that_is_done_before_the_host_asks_for_more_waits() -> None:

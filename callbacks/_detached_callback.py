@@ -59,10 +59,10 @@ class DetachedCallback(Layer):
         if self._is_aside():
             return call(*args)
         callback = self._callback
-        if (rest := callback.rest).left:
+        if (rests := callback.rests).left:
             outputs = call(*args)
-            rest.left -= 1
-            if not rest.left:
+            rests.left -= 1
+            if not rests.left:
                 callback.rested(outputs)
             return outputs
         batch = next(iter(args[-1].values()), None)  # the first of what `training_step` is called with

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from lightning_accel.callbacks._advising import advise
 from lightning_accel.callbacks._allowance import Allowance
+from lightning_accel.callbacks._batch_size import SizeReader
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._interval import Interval
@@ -15,8 +15,8 @@ from lightning_accel.callbacks._phase_sampler import PhaseSampler
 from lightning_accel.callbacks._ranks import put_together
 from lightning_accel.callbacks._record import FitRecord, record_folder
 from lightning_accel.callbacks._reporting import report_path
-from lightning_accel.callbacks._rests import IN_A_ROW, Rest, Rests
-from lightning_accel.callbacks._step_watch import StepWatch
+from lightning_accel.callbacks._rests import IN_A_ROW, Rests
+from lightning_accel.callbacks._step_watch import StepWatch, has_settled
 from lightning_accel.callbacks._summary_logger import Teller
 from lightning_accel.core.clocks import Deadline, seconds
 from lightning_accel.core.peak_memory import PeakMemory
@@ -27,7 +27,6 @@ from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.record import RECORD_VARIABLE
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch
-from lightning_accel.tuning.tuning_result import Tuning
 
 _RECORD_S = 0.02  # a header and its lines
 _TEXTS_S = 0.1
@@ -45,13 +44,14 @@ class FitInstruments:
     Args:
         trainer: In its fit.
         batch_size_fn: As of :class:`SpeedMemoryLogger`; likewise ``every_s``.
-        rest: Has the steps that it is not to be told of.
+        rests: Says of which steps it is not to be told.
         is_asked: Whether the user has asked for all of it.
 
     Attributes:
         steps: How many there were, without those of the rest under way.
         interval: The meters.
         timeline: That of the meters.
+        epochs: Those that were not told of.
         ends: Told of every step if there are several ranks; else None.
         teller: Told where the run settles, on rank 0; else None.
         record: Told of every step and epoch, on rank 0; else None.
@@ -61,17 +61,10 @@ class FitInstruments:
     _FIRST_LOOK = 8  # steps, at which it is seen what the run can pay; then ever rarer ones, up to once a second
 
     def __init__(
-        self,
-        trainer: Trainer,
-        batch_size_fn: Callable[[Any], int] | None,
-        every_s: float,
-        rest: Rest,
-        *,
-        is_asked: bool,
+        self, trainer: Trainer, batch_size_fn: SizeReader | None, every_s: float, rests: Rests, *, is_asked: bool
     ) -> None:
         began = seconds()
         self._trainer = trainer
-        self._device = trainer.strategy.root_device
         self.steps = self._restarted_at = 0
         self._has_advised = False
         self.interval = Interval(trainer, batch_size_fn)
@@ -80,19 +73,21 @@ class FitInstruments:
         self.teller = Teller.open(trainer)
         self.record = FitRecord(trainer) if trainer.is_global_zero else None
         self._phases: PhaseSampler | None = None
-        asks = report_path(trainer) is not None or RECORD_VARIABLE in os.environ
-        self._allowance = Allowance(trainer, is_asked=is_asked or asks)
-        self.watch = StepWatch(trainer, self.interval.flops, self._allowance, self._has_settled)
-        self._rests = Rests(rest, are_taken=trainer.world_size == 1 and not self._allowance.is_asked)
+        is_asked |= report_path(trainer) is not None or RECORD_VARIABLE in os.environ
+        self._allowance = Allowance(trainer, is_asked=is_asked)
+        self.watch = StepWatch(trainer, self.interval.flops, self._allowance)
+        self._rests = rests
+        if trainer.world_size == 1 and not is_asked:
+            rests.next_at = IN_A_ROW
         self._every_s = every_s if trainer.world_size == 1 else 0.0  # ranks would not agree on what time it is
         self._next_interval = Deadline(self._every_s)
-        self._epochs: list[int] = []  # that were not told of
+        self.epochs: list[int] = []
         self._look_at, self._is_looking = self._FIRST_LOOK, True
         self._fetch_hooks: FetchPatch | None = None  # until the run can pay for them: what a fetch took is not known
-        if self._allowance.is_asked or trainer.world_size > 1:  # of which one may keep the others waiting
+        if is_asked or trainer.world_size > 1:  # of which one may keep the others waiting
             self._hear_of_fetches(self.timeline)
-            self.interval.memory = PeakMemory(self._device)
-        if self._allowance.is_asked:
+            self.interval.memory = PeakMemory(self._trainer.strategy.root_device)
+        if is_asked:
             self.watch.next_at, self._is_looking = 0, False
             self._keep_record()
             self._look_at_phases()
@@ -106,7 +101,7 @@ class FitInstruments:
         self.interval.fetches_from = len(self.interval.tally.cycle_ms) if hooks.hears else None
         hooks.apply()
 
-    # -- what the run can pay ------------------------------------------------------------------------------------
+    # -- what the run can pay, and rests where it cannot ---------------------------------------------------------
 
     def _keep_record(self) -> None:
         if self.record is not None and (folder := record_folder(self._trainer)) is not None:
@@ -116,14 +111,16 @@ class FitInstruments:
         shows = self.teller is not None and self.teller.shows_figures
         if self.record is None or not (self.record.is_kept or shows):
             return
-        if self._device.type != "xla":  # there a step runs when it is over: its phases are those of recording it
-            phases = self._phases = PhaseSampler(self._trainer, self.timeline, self._has_settled)
+        if (
+            self._trainer.strategy.root_device.type != "xla"
+        ):  # there a step runs when it is over: its phases are those of recording it
+            phases = self._phases = PhaseSampler(self._trainer, self.timeline, lambda: has_settled(self._trainer))
             self.record.parts = self.watch.phases = phases
             self._hear_of_fetches(phases)  # which tells the timeline
 
     def _look(self) -> None:
         """Makes what the run can pay by now. Told at the end of a step, so that the next one begins with it."""
-        self._feed()
+        self._allowance.took(self.steps, self.interval.tally.cycle_ms[-15:])
         allowance, record = self._allowance, self.record
         a_second = int(1 / max(allowance.step_s, 1e-6))
         self._look_at = self.steps + max(self._FIRST_LOOK, min(self.steps, a_second))
@@ -132,26 +129,21 @@ class FitInstruments:
                 self._keep_record()
         if self.interval.memory is None and allowance.can_pay(_MEMORY_S):
             with allowance.paying():
-                self.interval.memory = PeakMemory(self._device)
+                self.interval.memory = PeakMemory(self._trainer.strategy.root_device)
                 self.interval.memory.restart()
         if self._fetch_hooks is None:
             self._hear_of_fetches(self.timeline)
         if record is not None and record.is_kept and self._phases is None:
             self._look_at_phases()
-        is_to_watch = self.watch.look(self.steps)
-        self._is_looking = is_to_watch or self._phases is None
-
-    def _feed(self) -> None:
-        self._allowance.took(self.steps, self.interval.tally.cycle_ms[-15:])
-
-    # -- rests ---------------------------------------------------------------------------------------------------
+        self._is_looking = self.watch.look(self.steps) or self._phases is None
 
     def _begin_rest(self) -> None:
         """Looks at none of the next steps, where to look at all of them would take too much."""
-        self._feed()
+        self._allowance.took(self.steps, self.interval.tally.cycle_ms[-15:])
         self._allowance.pay(IN_A_ROW * _TIMED_STEP_S)
         # Turns of live trials are all to be equally timed.
-        self._rests.plan(self.steps, self._allowance.part_of_steps(_TIMED_STEP_S) if self._has_settled() else None)
+        settled = has_settled(self._trainer)
+        self._rests.plan(self.steps, self._allowance.part_of_steps(_TIMED_STEP_S) if settled else None)
         if self._rests.to_come:
             if self._fetch_hooks is not None:
                 self._fetch_hooks.undo()
@@ -160,9 +152,8 @@ class FitInstruments:
             self._go_on_resting()
 
     def _go_on_resting(self) -> None:
-        """Until there is a loss to be kept, at most."""
-        assert self.record is not None, "a single rank has one"
-        self._rests.go_on(self.record.until_kept)
+        if self.record is not None:  # as a single rank's is
+            self._rests.go_on(self.record.until_kept)  # at most until there is a loss to be kept
 
     def rested(self, outputs: Any) -> None:
         """Told at the end of the last step of a rest."""
@@ -188,13 +179,13 @@ class FitInstruments:
     # -- intervals -----------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        self.pause_phases()
+        self.pause_timeline()
         self.interval.restart()
-        self._epochs, self._restarted_at = [], self.steps
+        self.epochs, self._restarted_at = [], self.steps
 
     def epoch_began(self) -> None:
         """Told of every epoch, of which an interval may have several."""
-        if self._epochs:
+        if self.epochs:
             self.pause_timeline()
             self.interval.energy.resume()
         elif self.steps != self._restarted_at:
@@ -202,16 +193,11 @@ class FitInstruments:
 
     def epoch_ended(self) -> bool:
         """Told of every epoch; whether it is time to measure the interval."""
-        self._epochs.append(self._trainer.current_epoch)
+        self.epochs.append(self._trainer.current_epoch)
         if self._next_interval.is_over():
             return True
         self.pause()
         return False
-
-    @property
-    def has_epochs(self) -> bool:
-        """Whether there are epochs that were not told of."""
-        return bool(self._epochs)
 
     def pause(self) -> None:
         self.pause_timeline()
@@ -219,15 +205,8 @@ class FitInstruments:
 
     def pause_timeline(self) -> None:
         self.timeline.pause()
-        self.pause_phases()
-
-    def pause_phases(self) -> None:
         if self._phases is not None:
             self._phases.pause()
-
-    def _has_settled(self) -> bool:
-        tuning = getattr(self._trainer.precision_plugin, "tuning", None)
-        return not isinstance(tuning, Tuning) or tuning.is_settled
 
     def step_ended(self, batch: Any, outputs: Any) -> None:
         interval, record, phases = self.interval, self.record, self._phases
@@ -265,16 +244,16 @@ class FitInstruments:
             rank = self.interval.measured(self.steps - self._restarted_at)
             is_together = self.ends is None or self.ends.are_together()
             ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
-            epochs = (self._epochs[0], self._epochs[-1]) if self._epochs else (self._trainer.current_epoch,) * 2
+            epochs = self.epochs or [self._trainer.current_epoch]
             source = "" if self.interval.memory is None else self.interval.memory.source
-            speed = put_together(ranks, epochs=epochs, peak_memory_source=source)
+            speed = put_together(ranks, epochs=(epochs[0], epochs[-1]), peak_memory_source=source)
             if self.ends is not None and is_together:
                 self.ends.forget()
             if self.record is not None and speed is not None:
                 self.record.epoch_ended(self.interval.tally, speed)
             if self.teller is not None and speed is not None:
                 self.teller.epochs.append(speed)
-        self._epochs, self._next_interval = [], Deadline(self._every_s)
+        self.epochs, self._next_interval = [], Deadline(self._every_s)
         return speed
 
     def advise(self, speed: EpochSpeed) -> None:
@@ -302,7 +281,7 @@ class FitInstruments:
         with self._allowance.paying():
             record.training_ended(self.interval.tally, exception)
         if teller is not None and (exception is None or isinstance(exception, KeyboardInterrupt)):
-            self._feed()
+            self._allowance.took(self.steps, self.interval.tally.cycle_ms[-15:])
             may_tell = self._allowance.can_pay
             with self._allowance.paying():
                 parts_ms = {} if self._phases is None else self._phases.mean_ms()

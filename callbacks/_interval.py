@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lightning_accel.callbacks._batch_size import SampleCounter
+from lightning_accel.callbacks._batch_size import SampleCounter, SizeReader
 from lightning_accel.callbacks._flops import FlopMeter, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._ranks import RankEpoch, thinned
@@ -36,7 +35,7 @@ class Interval:
         fetches_from: After how many timed steps fetches were told of; None if they are not.
     """
 
-    def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None) -> None:
+    def __init__(self, trainer: Trainer, batch_size_fn: SizeReader | None) -> None:
         self._trainer = trainer
         device = trainer.strategy.root_device
         self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)

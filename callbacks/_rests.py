@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 
 IN_A_ROW = 8
 """Steps that are timed between two rests."""
 
 
-@dataclass
-class Rest:
-    """Steps that nobody looks at.
-
-    Attributes:
-        left: How many are yet to come; if 0, the next step is looked at.
-    """
-
-    left: int = 0
-
-
 class Rests:
     """Plans rests of a length that chance decides, so that it is not always the same part of an epoch.
 
-    Args:
-        rest: Tells whoever is called in each step how many calls to leave out.
-        are_taken: Whether there are to be any.
-
     Attributes:
+        left: How many steps of the present rest are yet to come. Whoever trains counts them down, and tells nobody of
+            them. If it is 0, the next step is looked at.
         next_at: After how many steps the next rest may begin.
-        to_come: How many steps of the present rest are not in ``rest`` yet.
-        samples: Of the steps in the present row.
+        to_come: How many steps the present rest goes on for after those that are left.
+        samples: Of the steps that were timed since the last rest.
     """
 
-    def __init__(self, rest: Rest, *, are_taken: bool) -> None:
-        self._rest = rest
+    def __init__(self) -> None:
+        self.next_at: float = math.inf
+        self.left = self.to_come = self.samples = 0
         self._under_way = 0  # steps of the rest that were not asked about yet
         self._draw = random.Random(0)
-        self.next_at: float = IN_A_ROW if are_taken else math.inf
-        self.to_come = self.samples = 0
 
     def plan(self, steps: int, timed: float | None) -> None:
-        """Plans the rest that begins after ``steps`` steps.
+        """Plans the rest that begins after ``steps`` steps: not more of them, as a short run is not to rest to its end.
 
         Args:
-            steps: How many there were. A rest is not longer: a short run is not to rest until it ends.
+            steps: How many there were.
             timed: The share of steps that may be timed; None if there is to be no rest now.
         """
         self.next_at = steps + IN_A_ROW
@@ -55,10 +40,10 @@ class Rests:
 
     def go_on(self, most: int) -> None:
         """Rests for as long as is planned, ``most`` steps at most."""
-        self._rest.left = self._under_way = min(self.to_come, most)
-        self.to_come -= self._under_way
+        self.left = self._under_way = min(self.to_come, most)
+        self.to_come -= self.left
 
     def passed(self) -> tuple[int, int]:
         """How many steps of the rest have passed since this was last asked, and about how many samples they had."""
-        steps, self._under_way = self._under_way - self._rest.left, self._rest.left
+        steps, self._under_way = self._under_way - self.left, self.left
         return steps, round(steps * self.samples / IN_A_ROW)

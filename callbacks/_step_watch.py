@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning_accel.callbacks._allowance import Allowance
@@ -14,11 +13,18 @@ from lightning_accel.core.clocks import clock_for
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.op_profiler import AnatomyMode
 from lightning_accel.lightning.packages import Trainer
+from lightning_accel.tuning.tuning_result import Tuning
 
 _FIRST_COUNTED_STEP = 3
 _TAKEN_APART_AGAIN = 100  # steps, if live trials have settled by then, else so many later
 _OPERATION_S = 2e-4  # of those that a parameter has in a step, each watched
 _TAKING_APART_S = 0.03
+
+
+def has_settled(trainer: Trainer) -> bool:
+    """Whether live trials are over, or there are none."""
+    tuning = getattr(trainer.precision_plugin, "tuning", None)
+    return not isinstance(tuning, Tuning) or tuning.is_settled
 
 
 class StepWatch:
@@ -28,17 +34,14 @@ class StepWatch:
         trainer: In its fit.
         flops: Counts the FLOPs of a step.
         allowance: Pays for it.
-        has_settled: Says whether live trials are over.
 
     Attributes:
         phases: Knows which phase a step is in; None if steps are not taken apart.
         next_at: The number of steps after which one is to be watched; None if none is.
     """
 
-    def __init__(
-        self, trainer: Trainer, flops: FlopMeter, allowance: Allowance, has_settled: Callable[[], bool]
-    ) -> None:
-        self._trainer, self._flops, self._allowance, self._has_settled = trainer, flops, allowance, has_settled
+    def __init__(self, trainer: Trainer, flops: FlopMeter, allowance: Allowance) -> None:
+        self._trainer, self._flops, self._allowance = trainer, flops, allowance
         self.phases: PhaseSampler | None = None
         self.next_at: int | None = None
         self._was_taken_apart = False
@@ -54,7 +57,7 @@ class StepWatch:
     def begin_if_time(self, steps: int, batch: Any, batch_idx: int) -> None:
         """Watches the step that begins after ``steps`` others, if it is one to watch."""
         is_time = steps + 1 >= _FIRST_COUNTED_STEP or self._is_last_chance(batch_idx)
-        if not self._flops.is_due and not self._has_settled():
+        if not self._flops.is_due and not has_settled(self._trainer):
             self.next_at = steps + _TAKEN_APART_AGAIN
             return
         trainer, phases = self._trainer, self.phases

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord, record_folder
-from lightning_accel.callbacks._rests import Rest
+from lightning_accel.callbacks._rests import Rests
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, own, rank_zero_warn
@@ -92,7 +92,7 @@ class SpeedMemoryLogger(Callback):
 
     Attributes:
         history: One measurement for each epoch that this logger has seen, or for several short ones, over all ranks.
-        rest: How many steps are to come that it is not told of, but for the end of the last one, by :meth:`rested`.
+        rests: Says how many steps to come this is not told of, but for the end of the last one, by :meth:`rested`.
     """
 
     def __init__(self, batch_size_fn: Callable[[Any], int] | None = None, every_s: float = 1.0) -> None:
@@ -101,7 +101,7 @@ class SpeedMemoryLogger(Callback):
         self.history: list[EpochSpeed] = []
         self._batch_size_fn = batch_size_fn
         self._fit: FitInstruments | None = None
-        self.rest = Rest()
+        self.rests = Rests()
         self._ending: FitRecord | None = None  # of a fit whose steps are over
         self._passed_over = PatchSet()
         self._is_callback = True  # one of the Trainer's
@@ -121,8 +121,8 @@ class SpeedMemoryLogger(Callback):
                 rank_zero_warn("This Trainer has more than one SpeedMemoryLogger: only the first one measures.")
             return
         every_s = 0.0 if self._is_callback and _is_monitored(trainer) else self._every_s
-        self.rest = Rest()
-        self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, self.rest, is_asked=self._is_callback)
+        self.rests = Rests()
+        self._fit = FitInstruments(trainer, self._batch_size_fn, every_s, self.rests, is_asked=self._is_callback)
         if self._is_callback:
             self._pass_over({name: getattr(own(trainer, Callback), name) for name in _HOOKS_OF_A_STEP})
             if trainer.world_size == 1:  # a single rank keeps nobody waiting
@@ -199,7 +199,7 @@ class SpeedMemoryLogger(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            if self._fit.has_epochs:
+            if self._fit.epochs:
                 self._tell(self._fit, trainer)
             self._ending = self._fit.record
             self._fit.ended(None)
@@ -215,7 +215,7 @@ class SpeedMemoryLogger(Callback):
             self._fit.ends.explain(exception)
         try:
             if self._fit is not None:
-                if self._fit.has_epochs and isinstance(exception, KeyboardInterrupt):
+                if self._fit.epochs and isinstance(exception, KeyboardInterrupt):
                     self._tell(self._fit, trainer)
                 self._ending = self._fit.record
                 self._fit.ended(exception)

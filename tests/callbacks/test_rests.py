@@ -28,7 +28,7 @@ class Steps(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         added = trainer.precision_plugin._added_logger  # type: ignore[union-attr]
-        self.were_timed.append(not added.logger.rest.left)
+        self.were_timed.append(not added.logger.rests.left)
         self.hears_fetches.append("_on_before_fetch" in vars(trainer.fit_loop.epoch_loop))
         self.histories = added.logger.history
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import Notes
-from lightning_accel.callbacks._record import folder_of
 from lightning_accel.callbacks._recording import Recording
+from lightning_accel.callbacks._reporting import folder_of
 from lightning_accel.callbacks._slow_steps import SlowSteps
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.profilers import is_profiling

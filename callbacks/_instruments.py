@@ -13,8 +13,8 @@ from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._interval import Interval
 from lightning_accel.callbacks._phase_sampler import PhaseSampler
 from lightning_accel.callbacks._ranks import put_together
-from lightning_accel.callbacks._record import FitRecord, record_folder
-from lightning_accel.callbacks._reporting import report_path
+from lightning_accel.callbacks._record import FitRecord
+from lightning_accel.callbacks._reporting import record_folder, report_path
 from lightning_accel.callbacks._rests import IN_A_ROW, Rests
 from lightning_accel.callbacks._step_watch import StepWatch, has_settled
 from lightning_accel.callbacks._summary_logger import Teller
@@ -284,8 +284,7 @@ class FitInstruments:
             self._allowance.took(self.steps, self.interval.tally.cycle_ms[-15:])
             may_tell = self._allowance.can_pay
             with self._allowance.paying():
-                parts_ms = {} if self._phases is None else self._phases.mean_ms()
-                teller.ended(record, parts_ms, tells_all=may_tell(_TEXTS_S), draws=may_tell(_FIGURES_S))
+                teller.ended(record, tells_all=may_tell(_TEXTS_S), draws=may_tell(_FIGURES_S))
 
     def close(self) -> None:
         self.interval.flops.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from lightning_accel.core.phase_sums import PhaseSums
 from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
 from lightning_accel.core.trial import one_line
-from lightning_accel.evidence.phase_names import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, ORDER, REST
+from lightning_accel.evidence.phase_names import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, REST
 from lightning_accel.lightning.packages import Trainer
 
 EVERY = 16
@@ -71,8 +70,6 @@ class PhaseSampler:
         self._fetched_ms = self._loaded_ms = 0.0  # processor time of fetches, and samples, in the step under way
         self._loading_cpu_ms = self._samples_ms = 0.0  # the same in the steps before
         self._is_told = ExitStack()  # of samples, within a fetch
-        self._taken_ms: defaultdict[str, float] = defaultdict(float)
-        self._taken_steps = 0
         self.failure = ""
         self._told = PartsPatch(trainer)
         try:
@@ -179,11 +176,7 @@ class PhaseSampler:
             for phase, ms in seen.idle_ms(self._held, COMPUTE).items():
                 found[phase] -= ms
                 found[IDLE] = found.get(IDLE, 0.0) + ms
-        found = self._with_communication(found)
-        for phase, ms in found.items():
-            self._taken_ms[phase] += ms
-        taken = Taken(found, seen.steps, self._loading_cpu_ms, self._samples_ms)
-        self._taken_steps += taken.steps
+        taken = Taken(self._with_communication(found), seen.steps, self._loading_cpu_ms, self._samples_ms)
         self._loading_cpu_ms = self._samples_ms = 0.0
         seen.clear()
         return taken
@@ -201,11 +194,6 @@ class PhaseSampler:
         """Leaves strategy and loggers as they were."""
         self._drop()
         self._told.undo()
-
-    def mean_ms(self) -> dict[str, float]:
-        """Milliseconds of each part, in the mean of all steps looked at and in their order; empty where none was."""
-        self.taken()
-        return {part: self._taken_ms[part] / self._taken_steps for part in ORDER if part in self._taken_ms}
 
 
 def _can_hold(trainer: Trainer, timeline: StepTimeline) -> bool:

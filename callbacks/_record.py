@@ -1,6 +1,6 @@
-"""Keeps the record of a fit, for those who compare runs or ask what became of one.
+"""Keeps the record of a fit in a file, by which runs are compared and reports are written.
 
-It is in the folder of the first logger that has one for the run, or where ``$LIGHTNING_ACCEL_RECORD`` says.
+The file is in the folder of the first logger that has one for the run, or where ``$LIGHTNING_ACCEL_RECORD`` says.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lightning_accel.callbacks._announcements import report_of, say
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
-from lightning_accel.callbacks._reporting import leave_report, report_path
+from lightning_accel.callbacks._reporting import leave_report
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.step_timeline import StepTally
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
 from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.phase_names import ORDER
 from lightning_accel.evidence.record import (
-    FOLDER,
     MOST_OF_CARD,
     MOST_PIECES,
-    RECORD_VARIABLE,
     RecordWriter,
     Steps,
     in_pieces,
+    mean_parts_ms,
 )
 from lightning_accel.evidence.speed import Speed, speed_of
 from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeak
@@ -46,16 +46,21 @@ _MOST_WAITING = 100  # epochs, for a file that is made later than they ended
 
 
 class FitRecord:
-    """What there is to tell of one fit on rank 0, and the file of it once it is kept.
+    """The record of one fit on rank 0, and its file once :meth:`keep_in` was called.
 
-    It never fails a run: what cannot be written is said.
+    It never fails a run. If the file cannot be written, a message says so.
+
+    Attributes:
+        parts: Samples the phases of steps; None if nobody does.
+        knows_samples: Whether the number of samples of every batch is known.
+        has_images: Whether there are images in a batch.
+        memory: The memory at the peak of the step that was taken apart last; None if no step was.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.parts: PhaseSampler | None = None  # of the steps that are looked at; None if none is
-        self.knows_samples = True  # whether every batch has told how many samples it holds
-        self.has_images = False  # whether there are images in a batch
-        self.memory: MemoryPeak | None = None  # at the peak of the step that was taken apart last; None: none was
+        self.parts: PhaseSampler | None = None
+        self.knows_samples, self.has_images = True, False
+        self.memory: MemoryPeak | None = None
         self._trainer = trainer
         self._folder: Path | None = None
         self._device = trainer.strategy.root_device
@@ -84,33 +89,39 @@ class FitRecord:
         self._taken = self._taken_samples = self._taken_capturing = 0  # of it
 
     def keep_in(self, folder: Path) -> None:
-        """Keeps it as a file from now on, with what it has been told."""
+        """Writes the record to a file in this folder from now on, with what it has been told so far."""
         self._folder = None if self._has_failed else folder
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is, or is to be, a file."""
+        """Whether the record is, or is to be, written to a file."""
         return self._folder is not None
 
     @property
     def speed(self) -> Speed | None:
-        """How fast the fit is, by what was taken from the clock; None: too few steps to tell."""
+        """How fast the fit is; None if too few steps were timed."""
         return speed_of(self._course, self._settled_step, self._trainer.world_size)
 
     @property
+    def parts_ms(self) -> dict[str, float]:
+        """Phase → milliseconds, in the mean of all steps looked at and in the order of phases; empty if none was."""
+        found = mean_parts_ms(self._course)
+        return {phase: found[phase] for phase in ORDER if phase in found}
+
+    @property
     def path(self) -> Path | None:
-        """Where it is; None while there is nothing in it, and where it could not be written."""
+        """The path of the file; None while it is empty, and if it could not be written."""
         return None if self._writer is None else self._writer.path
 
     def has_captured(self) -> bool:
-        """Whether the step under way, the first one asked about after it, has captured a CUDA graph."""
+        """Whether a CUDA graph was captured since this was last asked, at the end of the step before."""
         if self._folder is None:
             return False
         before, self._captured_before = self._captured_before, graphs_captured()
         return self._captured_before > before
 
     def step_ended(self, tally: StepTally, outputs: Any) -> None:
-        """Told after each step, with the times of steps so far."""
+        """Told after each step, with the times of the interval's steps and what the step has returned."""
         self._steps += 1
         if self._folder is None:
             return
@@ -121,11 +132,11 @@ class FitRecord:
 
     @property
     def until_kept(self) -> int:
-        """How many steps there are until one of which something may be kept."""
+        """The number of steps until one of which memory or loss may be kept."""
         return EVERY - self._steps % EVERY
 
     def passed(self, outputs: Any, steps: int) -> None:
-        """Told of several steps at once, and what the last of them has returned."""
+        """Told of several steps at once, with the outputs of the last one."""
         self._steps += steps
         if self._folder is not None:
             self._captured_before = graphs_captured()
@@ -150,7 +161,7 @@ class FitRecord:
         try:
             found = anatomy()
         except Exception as error:  # of tensors of any kind
-            self._say(f"a step could not be taken apart: {one_line(error)}")
+            say(self._trainer, f"a step could not be taken apart: {one_line(error)}")
             return
         found.step = self._steps + 1  # which it has not been told the end of
         self.memory = found.memory
@@ -276,39 +287,10 @@ class FitRecord:
             do()
         except Exception as error:  # whatever it is: the run is worth more than its record
             self._folder, self._has_failed = None, True
-            self._say(f"this run's record could not be written: {one_line(error)}. The run goes on without one.")
-
-    def _say(self, line: str) -> None:
-        say(self._trainer, line)
-
-
-def record_folder(trainer: Trainer) -> Path | None:
-    """Where this rank keeps a fit's record; None: nowhere, as nobody has a folder for the run, or it is a rehearsal."""
-    if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
-        return None
-    asked_for = os.environ.get(RECORD_VARIABLE)
-    folder = Path(asked_for) if asked_for else next(filter(None, map(folder_of, trainer.loggers)), None)
-    if folder is None and (report := report_path(trainer)) is not None:
-        folder = report.parent if _may_have(report.parent / FOLDER) else Path(trainer.default_root_dir)
-    return None if folder is None else folder / FOLDER
-
-
-def _may_have(folder: Path) -> bool:
-    """Whether there can be such a folder; it is made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return True
-
-
-def folder_of(logger: Any) -> Path | None:
-    """As TensorBoard's and CSV's have; others have one for all runs, or none."""
-    try:
-        folder = getattr(logger, "log_dir", None)
-    except Exception:  # somebody else's property: no reason to end the run
-        return None
-    return Path(folder) if isinstance(folder, str | Path) and "://" not in str(folder) else None
+            say(
+                self._trainer,
+                f"this run's record could not be written: {one_line(error)}. The run goes on without one.",
+            )
 
 
 def _value_of(loss: Tensor) -> list[float]:

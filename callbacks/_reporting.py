@@ -1,18 +1,21 @@
-"""Leaves a report of a fit where it was asked for, and of every one that died of a lack of memory."""
+"""Where a fit's record and report go. A report is left where one was asked for, and if memory ran out."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from lightning_accel.callbacks._announcements import say, say_of_rank
 from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE
 from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.lightning.packages import Trainer, TrainerFn
 from lightning_accel.settings import Plan
 
 
 def report_path(trainer: Trainer) -> Path | None:
-    """Where the plan of a fit wants its report; None: nowhere.
+    """The path at which the plan of a fit wants its report; None if it wants none.
 
     An evaluation is not to overwrite a training's, nor one rank another's.
     """
@@ -53,3 +56,32 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
             say_of_rank(trainer, f"the report is in {wanted or beside}")
     except Exception as error:  # whatever it is: the run is worth more than its report
         say(trainer, f"this run's report could not be written: {one_line(error)}")
+
+
+def record_folder(trainer: Trainer) -> Path | None:
+    """The folder in which this rank keeps a fit's record; None if the run has no folder, or is a rehearsal."""
+    if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]
+        return None
+    asked_for = os.environ.get(RECORD_VARIABLE)
+    folder = Path(asked_for) if asked_for else next(filter(None, map(folder_of, trainer.loggers)), None)
+    if folder is None and (report := report_path(trainer)) is not None:
+        folder = report.parent if _may_have(report.parent / FOLDER) else Path(trainer.default_root_dir)
+    return None if folder is None else folder / FOLDER
+
+
+def _may_have(folder: Path) -> bool:
+    """Whether there can be such a folder; it is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def folder_of(logger: Any) -> Path | None:
+    """As TensorBoard's and CSV's have; others have one for all runs, or none."""
+    try:
+        folder = getattr(logger, "log_dir", None)
+    except Exception:  # somebody else's property: no reason to end the run
+        return None
+    return Path(folder) if isinstance(folder, str | Path) and "://" not in str(folder) else None

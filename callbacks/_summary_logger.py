@@ -59,10 +59,10 @@ class Teller:
         self._has_settled = True
         self._attempt(lambda: self._tell(Outcome.of(self._trainer, self.epochs, speed, {})))
 
-    def ended(self, record: FitRecord, parts_ms: Mapping[str, float], *, tells_all: bool, draws: bool) -> None:
+    def ended(self, record: FitRecord, *, tells_all: bool, draws: bool) -> None:
         """Tells what the fit has come to: loggers more than metrics if ``tells_all``, and figures if it ``draws``."""
         if self.epochs:
-            self._attempt(self._tell_end, record, parts_ms, tells_all, draws)
+            self._attempt(self._tell_end, record, tells_all, draws)
 
     def _tell(self, outcome: Outcome, record: Path | None = None) -> None:
         if self._boards:
@@ -70,8 +70,8 @@ class Teller:
             for board in self._boards:
                 self._attempt(board.text, _SUMMARY, text, self._trainer.global_step)
 
-    def _tell_end(self, record: FitRecord, parts_ms: Mapping[str, float], tells_all: bool, draws: bool) -> None:
-        outcome = Outcome.of(self._trainer, self.epochs, record.speed, parts_ms, record.memory)
+    def _tell_end(self, record: FitRecord, tells_all: bool, draws: bool) -> None:
+        outcome = Outcome.of(self._trainer, self.epochs, record.speed, record.parts_ms, record.memory)
         step, path = self._trainer.global_step, record.path
         if tells_all:
             self._attempt(self._tell, outcome, path)

@@ -88,7 +88,7 @@ class LoaderEpoch(Iterator[Any]):
         return self.count >= LEAST_BATCHES and (self._data is None or self._state is not None)
 
     def complaint(self) -> str:
-        """Why workers would have loaded, or have loaded, other batches; empty: nothing speaks against them."""
+        """Why workers would have loaded, or have loaded, other batches; empty if there is no reason."""
         self._compare()
         return self._complaint
 

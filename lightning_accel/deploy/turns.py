@@ -48,7 +48,7 @@ class Latency:
 def timed(
     calls: Mapping[str, Call], arguments: Arguments, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Name → seconds of each round, in which a call of each is timed; rounds begin at either end in turns."""
+    """Times calls in turns for ``seconds``, ten rounds at least. Returns name → seconds of the call in each round."""
     bound = {name: functools.partial(call, *arguments[0], **arguments[1]) for name, call in calls.items()}
     rounds: list[dict[str, float]] = []
     with torch.no_grad():

@@ -142,12 +142,7 @@ class Record:
         begin = self.steps[0].first + beginning * self.num_steps if self.steps else 0
         late = [some for some in self.steps if some.looked_at and some.first >= begin]
         chosen = late or [some for some in self.steps if some.looked_at]
-        looked_at = sum(some.looked_at for some in chosen)
-        total: defaultdict[str, float] = defaultdict(float)
-        for some in chosen:
-            for part, ms in some.parts_ms.items():
-                total[part] += ms
-        return {part: ms / looked_at for part, ms in total.items()}
+        return mean_parts_ms(chosen)
 
     @property
     def peak_memory_mib(self) -> float | None:
@@ -159,6 +154,16 @@ class Record:
     def peak_memory_source(self) -> str:
         """Whose peak that is; empty where no epoch was completed."""
         return str(self.epochs[-1].get("peak_memory_source", "")) if self.epochs else ""
+
+
+def mean_parts_ms(steps: Sequence[Steps]) -> dict[str, float]:
+    """What a step's time goes to, in the mean of the steps that were looked at; empty if none was."""
+    looked_at = sum(some.looked_at for some in steps)
+    total: defaultdict[str, float] = defaultdict(float)
+    for some in steps:
+        for part, ms in some.parts_ms.items():
+            total[part] += ms
+    return {part: ms / looked_at for part, ms in total.items()}
 
 
 class RecordWriter:

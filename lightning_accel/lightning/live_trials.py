@@ -45,8 +45,8 @@ class LiveTuning:
         loggers: Those to be told.
         switched: Called where a turn is to run otherwise than the one before; told whether it is to run plain.
         settings: The plan, in words.
-        purse: What the run may pay for trials; None: what its length allows.
-        program: That is trained, and whose verdicts hold already; None: it is found out with the first batch.
+        purse: What the run may pay for trials; None if its length alone decides.
+        program: The program that is trained, if its verdicts are known; None if they are to be looked up.
 
     Attributes:
         turns: What has to be told of batches and interruptions.

@@ -66,7 +66,7 @@ class Toll:
         self._timeline = StepTimeline(HostClock(), lambda step: times.append(step.cycle_ms / 1e3))
         self._before_s: float | None = None
         self._before_bytes = 0
-        self._left: int | None = None  # steps until the toll is known; None: nobody asks
+        self._left: int | None = None  # steps until the toll is known; None if nobody asks
 
     def step_begins(self) -> bool:
         """Ends the step before; returns whether the toll has become known."""
@@ -92,7 +92,7 @@ class Toll:
         self._timeline.pause()
 
     def known(self) -> tuple[int, int | None, float | None] | None:
-        """Peak before, peak after, and how many times as long a step takes, as far as known; None: nobody asked."""
+        """Peak before, peak after, and how many times as long a step takes, as far as known; None if nobody asked."""
         if self._left is None:
             return None
         has_after = self._left < _LATEST and len(self._times) > 0

@@ -136,6 +136,11 @@ class StepTimeline:
 
     # -- phases --------------------------------------------------------------------------------------------------
 
+    def drop_phases(self) -> None:
+        """Forgets the phases of the step under way."""
+        self._stack: list[str] = []
+        self._switches: list[Switch] = []
+
     def begin_phases(self, sums: PhaseSums, rest: str) -> None:
         """Has the step under way, or the one that begins now, told to ``sums`` by phases, the first being ``rest``."""
         self._sums, self._stack = sums, [rest]
@@ -157,11 +162,6 @@ class StepTimeline:
         if len(self._stack) > 1:
             self._stack.pop()
             self._switch(self._stack[-1], self._mark())
-
-    def drop_phases(self) -> None:
-        """Forgets the phases of the step under way."""
-        self._stack: list[str] = []
-        self._switches: list[Switch] = []
 
     def _switch(self, phase: str, mark: Any) -> None:
         self._switches.append(Switch(phase, mark, self.clock.has_passed(self._switches[-1].mark)))

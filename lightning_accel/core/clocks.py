@@ -89,7 +89,7 @@ class HostClock:
         """Waits until the device has come to this instant."""
 
     def follow_stream(self) -> None:
-        """Marks from now on in the stream that is current now."""
+        """Marks from the next instant on in the stream that is current then."""
 
     def release(self, marks: Iterable[Any]) -> None:
         """Takes instants back that nobody asks for any more."""
@@ -107,9 +107,9 @@ class EventClock(HostClock):
     def __init__(self, new_event: Callable[[], Any], current_stream: Callable[[], Any] = lambda: None) -> None:
         self._new_event, self._current_stream = new_event, current_stream
         self._pool: list[Any] = []
+        self._stream: Any = None  # asked for where it is first needed
         self.mark = self._record
         self.elapsed = lambda event, earlier: earlier.elapsed_time(event)
-        self.follow_stream()
 
     def has_passed(self, mark: Any) -> bool:
         return bool(mark.query())
@@ -118,12 +118,14 @@ class EventClock(HostClock):
         mark.synchronize()
 
     def follow_stream(self) -> None:
-        self._stream = self._current_stream()
+        self._stream = None
 
     def release(self, marks: Iterable[Any]) -> None:
         self._pool += {id(mark): mark for mark in marks if mark is not None}.values()
 
     def _record(self) -> Any:
+        if self._stream is None:
+            self._stream = self._current_stream()
         event = self._pool.pop() if self._pool else self._new_event()
         event.record(self._stream)
         return event

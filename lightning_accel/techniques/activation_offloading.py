@@ -193,7 +193,6 @@ class DepthSearch:
             return
         if self._left_to_warm_up > 0:
             self._left_to_warm_up -= 1
-            self._timeline.restart()
             return
         self._steps[self.depth] += self._timeline.steps_ended(1, label=self.depth)
         if min(map(len, self._ms.values())) >= ROUNDS:

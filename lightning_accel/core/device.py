@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ROUNDED = {"bf16": torch.bfloat16, "tf32": torch.float16}  # the coarser first
+
 
 def device_of(module: nn.Module) -> torch.device:
     """The device of a module's first parameter; the CPU without any."""
@@ -19,12 +22,18 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
-def dtype_of_products(device: torch.device) -> torch.dtype | None:
-    """As what the run allows float32 to be multiplied; TF32 rounds as float16 does."""
+def dtype_of_products(device: torch.device, *, convolves: bool = False) -> torch.dtype | None:
+    """As what the run allows float32 to be multiplied, in convolutions too where it ``convolves``.
+
+    TF32, which torch's own default allows cuDNN, rounds as float16 does.
+    """
     backends: Any = torch.backends
-    own = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul.fp32_precision
-    allowed = backends.fp32_precision if own == "none" else own
-    return {"tf32": torch.float16, "bf16": torch.bfloat16}.get(allowed)
+    is_cuda = device.type == "cuda"
+    allowed = [(backends.cuda if is_cuda else backends.mkldnn).matmul.fp32_precision]
+    if convolves:
+        allowed.append((backends.cudnn if is_cuda else backends.mkldnn).conv.fp32_precision)
+    allowed = [backends.fp32_precision if own == "none" else own for own in allowed]
+    return next((dtype for name, dtype in _ROUNDED.items() if name in allowed), None)
 
 
 def synchronize(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.clocks import Stopwatch
-from lightning_accel.core.device import dtype_of_products
+from lightning_accel.core.device import CONVOLUTIONS, dtype_of_products
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measured
@@ -120,6 +120,7 @@ class Trial:
         purse: What has to be able to pay for another call, as long as the one before, or the trial ends; None: no end.
         alike: The spread of the same computation on other numbers of the same shapes, so far as it was measured.
         formulas: The same computation by formulas that candidates share: their gradients may be as far off.
+        convolves: Whether there are convolutions in it that are no modules.
     """
 
     module: nn.Module
@@ -136,6 +137,7 @@ class Trial:
     purse: Purse | None = None
     alike: Spread = field(default_factory=Spread)
     formulas: Sequence[Variant] = ()
+    convolves: bool = False
 
     def __post_init__(self) -> None:
         tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]
@@ -354,8 +356,9 @@ class Trial:
         dtypes = [t.dtype for t in results if t.is_floating_point()]
         if torch.is_autocast_enabled(self._device.type):  # a float32 result may be the sum of bfloat16 products
             dtypes.append(torch.get_autocast_dtype(self._device.type))
-        elif torch.float32 in dtypes and (product := dtype_of_products(self._device)) is not None:
-            dtypes.append(product)
+        elif torch.float32 in dtypes:
+            convolves = self.convolves or any(isinstance(module, CONVOLUTIONS) for module in self.module.modules())
+            dtypes += filter(None, [dtype_of_products(self._device, convolves=convolves)])
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
     # -- verdicts ----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
+from lightning_accel.core.device import CONVOLUTIONS
 from lightning_accel.core.isolation import no_cast_cache
 from lightning_accel.core.patch import MethodPatch
 
@@ -29,7 +30,6 @@ NORMS = (
 )
 """The norms that may keep running statistics."""
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _COMPUTE_BOUND = (*CONVOLUTIONS, nn.Linear, nn.Bilinear)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.blocks import find_blocks
+from lightning_accel.core.device import CONVOLUTIONS
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
-from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.strategies.materialize import materialize, own_tensors
 
 _LOW_ON_CPU = (nn.Linear, *CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RMSNorm)

@@ -15,10 +15,10 @@ from torch import nn
 from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.core.device import CONVOLUTIONS
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.memory.recompute import CONVOLUTIONS
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.notes import Notes

@@ -107,6 +107,7 @@ class LayoutTrial(TorchFunctionMode):
             max_pairs=_MAX_PAIRS,
             keeps_kernels=True,  # what oneDNN builds for a shape, megabytes for a network, among the step's tensors
             purse=self._purse,
+            convolves=name in _CONVOLUTIONS,
         )
         if name in _CONVOLUTIONS and kind not in self._compared:
             self._compared.add(kind)

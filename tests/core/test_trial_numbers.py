@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.device import dtype_of_products
 from lightning_accel.core.tolerance import FACTOR
 from lightning_accel.core.trial import Trial, Variant
 from support.errors import relative_error
 from support.models import ResidualBlock, images
-from support.trial_cases import X, block, compare
+from support.trial_cases import X, allowing, block, compare
 
 pytestmark = pytest.mark.numbers
 
@@ -238,11 +240,27 @@ def test_products_that_the_run_allows_to_be_rounded_are_no_objection(allowed: st
     def rounded(x: Tensor) -> Tensor:
         return nn.functional.linear(x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()).float()
 
-    products: Any = torch.backends.mkldnn.matmul
-    before = products.fp32_precision
-    products.fp32_precision = allowed
-    try:
+    with allowing("matmul", allowed):
         found = Trial(module, (x,)).numbers(Variant(module.forward), Variant(rounded))
-    finally:
-        products.fp32_precision = before
     assert (not found.failure) == is_kept, found.failure
+
+
+@pytest.mark.parametrize(("allowed", "is_kept"), [("ieee", False), ("bf16", True)])
+def test_nor_are_convolutions_that_the_run_allows_to_be_rounded(allowed: str, is_kept: bool) -> None:
+    module, x = nn.Conv2d(3, 8, 3), images(0)[0]
+
+    def rounded(x: Tensor) -> Tensor:
+        return copy.deepcopy(module).bfloat16()(x.bfloat16()).float()
+
+    with allowing("conv", allowed):
+        found = Trial(module, (x,), with_gradients=False).numbers(Variant(module), Variant(rounded))
+    assert (not found.failure) == is_kept, found.failure
+
+
+def test_cudnn_may_round_convolutions_unless_it_was_told_otherwise() -> None:
+    """Torch's own default, of which matrix products are no part."""
+    gpu = torch.device("cuda")
+    assert dtype_of_products(gpu, convolves=True) is torch.float16
+    assert dtype_of_products(gpu) is None
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert dtype_of_products(gpu, convolves=True) is None

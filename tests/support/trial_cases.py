@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,3 +25,14 @@ def block() -> TransformerBlock:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return TransformerBlock()
+
+
+@contextmanager
+def allowing(operation: str, rounding: str) -> Iterator[None]:
+    """What float32 may be rounded to on a processor, in an operation: ``matmul`` or ``conv``."""
+    products: Any = getattr(torch.backends.mkldnn, operation)
+    before, products.fp32_precision = products.fp32_precision, rounding
+    try:
+        yield
+    finally:
+        products.fp32_precision = before

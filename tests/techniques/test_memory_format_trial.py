@@ -9,9 +9,13 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_accel.techniques.layout_draws import LayoutDraws
+from lightning_accel.techniques.layout_trial import LayoutTrial
 from support.models import TASKS, images
 from support.techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, laid_out, step
+from support.trial_cases import allowing
 
 pytestmark = [pytest.mark.numbers, IN_FORCE_NOWHERE]
 
@@ -66,3 +70,18 @@ def test_a_batch_of_one_in_bfloat16_on_a_cpu_is_left_alone() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "batches of one sample" in done.stdout
+
+
+@pytest.mark.parametrize("allowed", ["none", "bf16"])
+def test_what_the_run_allows_convolutions_to_be_rounded_to_is_allowed_in_the_other_layout(allowed: str) -> None:
+    """A GPU rounds both layouts, by torch's own default; nothing else here does, so that one stands for it."""
+
+    def conv2d(x: Tensor, weight: Tensor) -> Tensor:
+        if x.is_contiguous():
+            return F.conv2d(x, weight)
+        return F.conv2d(x.bfloat16(), weight.bfloat16()).float()
+
+    trial = LayoutTrial((4,), LayoutDraws(torch.device("cpu"), foresees=True), by_clock=False, purse=None)
+    with torch.no_grad(), allowing("conv", allowed):
+        trial.__torch_function__(conv2d, (), (images(0)[0], torch.randn(16, 3, 3, 3)))
+    assert trial.verdict().keep == (allowed == "bf16"), trial.verdict().reason

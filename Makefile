@@ -131,10 +131,10 @@ gpu:  ## The three below, each whatever came of the others, with the machine's o
 gpu-smoke:  ## The demo's models on a GPU with each technique once, beside the processor's losses (3 minutes)
 	$(PYTHON) tests/on_gpu.py smoke --out "$(abspath $(RESULTS))"
 
-gpu-tests:  ## The tests marked gpu (PART=memory: those of tests/memory; PART=graphs: those that capture)
+gpu-tests:  ## The tests marked gpu, for 8 minutes (PART=memory: those of tests/memory; PART=graphs: those that capture)
 	$(PYTHON) tests/on_gpu.py tests --part "$(PART)" --out "$(abspath $(RESULTS))"
 
-gpu-bench:  ## The benchmarks of GPUs (ONLY=gpu_ladder,gpu_memory: those)
+gpu-bench:  ## The benchmarks of GPUs, as many as go into 8 minutes, and the command for the rest (ONLY=gpu_ladder,gpu_memory: those)
 	$(PYTHON) tests/on_gpu.py bench --only "$(ONLY)" --out "$(abspath $(RESULTS))"
 
 clean:  ## Remove everything that make and the tests have made, .venv too

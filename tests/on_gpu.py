@@ -6,7 +6,8 @@
 
 The package is laid out as it would be installed, callbacks and benchmarks/claims inside it, in a temporary folder, and
 everything runs from there. What each part leaves (a JUnit file, JSON, tables) is in the folder of ``--out``, and in one
-archive there. A process that takes longer than ``LIMIT_S`` seconds (480) is ended.
+archive there. A part takes ``LIMIT_S`` seconds (480): what has not ended by then is ended, what has not begun is not
+begun, and the last line is the command for both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,9 @@ TESTS = ROOT / "tests"
 MARKED = re.compile(r"\bmark\.gpu\b")
 CAPTURING = ("test_graphs.py", "test_cuda_capture.py", "test_compile_graphs.py")
 """Tests whose failure may leave a process unfit for others: they come last, in one of their own."""
+
+GRACE_S = 15
+"""For a process that was told to end."""
 
 BENCHMARKS = (
     *("gpu", "gpu_attention", "gpu_linear_cross_entropy", "gpu_memory", "gpu_offloading", "gpu_packing"),
@@ -50,18 +55,24 @@ def main() -> None:
     out = args.out.resolve()
     before = set(out.iterdir())
     with laid_out() as environment:
+        part = Part(environment)
         if args.what == "tests":
-            status = run_tests(args.part, out, environment)
+            run_tests(args.part, out, part)
         else:
             names, more = (["gpu_smoke"], ["--only", args.only]) if args.what == "smoke" else (wanted(args.only), [])
-            scripts = [[str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(out), *more] for name in names]
-            status = max(run(script, environment) for script in scripts)
-    name = "-".join(part for part in (args.what, args.part or args.only.replace(",", "-")) if part)
+            for name in names:
+                part.run(name, [str(ROOT / "benchmarks" / f"{name}.py"), "--out", str(out), *more])
+    name = "-".join(word for word in (args.what, args.part or args.only.replace(",", "-")) if word)
     with tarfile.open(out / f"gpu-{name}.tar.gz", "w:gz") as archive:
         for path in sorted(set(out.iterdir()) - before):
             if not path.name.endswith(".tar.gz"):
                 archive.add(path, path.name)
-    sys.exit(status)
+    if left := part.unfinished:
+        again = {"smoke": "", "bench": f" ONLY={','.join(left)}", "tests": " PART=<a folder of tests/>"}[args.what]
+        if args.what == "tests" and "graphs" in left:
+            again = " PART=graphs" if left == ["graphs"] else f"{again}, the last with PART=graphs"
+        print(f"on_gpu: {part.limit_s:g} s were too few for {', '.join(left)}. Run: make gpu-{args.what}{again}")
+    sys.exit(part.status)
 
 
 def wanted(only: str) -> list[str]:
@@ -72,7 +83,7 @@ def wanted(only: str) -> list[str]:
     return names
 
 
-def run_tests(part: str, out: Path, environment: dict[str, str]) -> int:
+def run_tests(part: str, out: Path, processes: Part) -> None:
     """Those of a part, several at a time where pytest-xdist is there; what captures graphs by itself, at the end."""
     files = [path for path in sorted(TESTS.rglob("test_*.py")) if MARKED.search(path.read_text(encoding="utf-8"))]
     capturing = [path for path in files if path.name in CAPTURING]
@@ -85,7 +96,6 @@ def run_tests(part: str, out: Path, environment: dict[str, str]) -> int:
         if not others:
             sys.exit(f"PART={part}: no test marked gpu is in {folder}. Give a folder of tests/, 'graphs', or nothing")
     workers = ["-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile"] if has("xdist") else []
-    status = 0
     for name, chosen, more in (("tests", others, workers), ("graphs", capturing, [])):
         if chosen:
             junit = out / f"gpu-{name}{f'-{part}' if name == 'tests' and part else ''}.xml"
@@ -94,26 +104,55 @@ def run_tests(part: str, out: Path, environment: dict[str, str]) -> int:
             arguments = ["-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *plugins, "-q", "--tb=short"]
             arguments += ["-m", "gpu", f"--junitxml={junit}", *more]
             arguments += ["--timeout=120"] if has("pytest_timeout") else []
-            status = max(status, run([*arguments, *map(str, chosen)], environment))
-    return status
+            processes.run(name, [*arguments, *map(str, chosen)])
 
 
 def has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def run(arguments: list[str], environment: dict[str, str]) -> int:
-    """The status of a Python process; after eight minutes it is told to end, and to say what it has so far."""
-    process = subprocess.Popen([sys.executable, *arguments], env=environment, cwd=environment["TREE"])
-    try:
-        return process.wait(float(environment.get("LIMIT_S", "480")))
-    except subprocess.TimeoutExpired:
-        print(f"on_gpu: {' '.join(arguments[:2])} is ended after {environment.get('LIMIT_S', '480')} s", flush=True)
-        process.send_signal(signal.SIGINT)
-        return max(1, process.wait())
-    except KeyboardInterrupt:  # which it has been told, too
-        process.wait()
-        raise
+class Part:
+    """Python processes, one after the other, in the time that they have together.
+
+    Args:
+        environment: Of each of them.
+
+    Attributes:
+        limit_s: That time.
+        status: The highest of theirs; 1 at the least where one was not run to its end.
+        unfinished: Which these are.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.limit_s = float(environment.get("LIMIT_S", "480"))
+        self.status = 0
+        self.unfinished: list[str] = []
+        self._environment = environment
+        self._ends = time.monotonic() + self.limit_s
+
+    def run(self, name: str, arguments: list[str]) -> None:
+        """One process; when the time is over it is told to end, and to say what it has so far."""
+        if (left_s := self._ends - time.monotonic()) <= 0:
+            self._leave(name)
+            return
+        process = subprocess.Popen([sys.executable, *arguments], env=self._environment, cwd=self._environment["TREE"])
+        try:
+            self.status = max(self.status, process.wait(left_s))
+        except subprocess.TimeoutExpired:
+            self._leave(name)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        except KeyboardInterrupt:  # which it has been told, too
+            process.wait()
+            raise
+
+    def _leave(self, name: str) -> None:
+        self.unfinished.append(name)
+        self.status = max(self.status, 1)
 
 
 @contextmanager

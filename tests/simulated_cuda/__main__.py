@@ -6,6 +6,7 @@ import atexit
 import os
 import runpy
 import sys
+from pathlib import Path
 
 from simulated_cuda import device, faults
 from simulated_cuda.native import UnavailableError
@@ -22,6 +23,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # where Python looks for what a script imports
     runpy.run_path(sys.argv[0], run_name="__main__")
     for fault in faults.FOUND:
         print(f"simulated CUDA device: {fault}", file=sys.stderr)

@@ -48,6 +48,12 @@ def test_a_script_runs_to_its_end_and_its_process_ends_quietly(tmp_path: Path) -
     assert ended.stdout.split() == ["cuda:0", "[2.0,", "2.0,", "2.0,", "2.0]"]
 
 
+def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("import torch; print(torch.ones(1, device='cuda').device)")
+    ended = run(tmp_path, "import neighbour", "simulated_cuda")
+    assert (ended.returncode, ended.stdout.strip()) == (0, "cuda:0"), ended.stderr
+
+
 def test_a_script_that_races_is_told_and_fails(tmp_path: Path) -> None:
     ended = run(tmp_path, RACE, "simulated_cuda")
     assert ended.returncode == 1

@@ -134,5 +134,6 @@ def test_lightnings_xla_strategies_take_no_accel_plugin_and_the_error_names_the_
 
     for kind in (SingleDeviceXLAStrategy, XLAStrategy):
         strategy = object.__new__(kind)
-        with pytest.raises(TypeError, match=r"can only work with the `XLAPrecision` plugin.*use lightning_accel.AccelXLAPlugin"):
+        match = "can only work with the `XLAPrecision` plugin.*use lightning_accel.AccelXLAPlugin"
+        with pytest.raises(TypeError, match=match):
             strategy.precision_plugin = AccelPlugin()

@@ -34,7 +34,7 @@ class Fake(Technique):
 
     def __init__(self, *, verdict: Verdict | None = None, **attributes: Any) -> None:
         self.calls: list[str] = []
-        self.verdict = verdict or Verdict(keep=True, reason="2.0x the speed here")
+        self.verdict = verdict or Verdict("kept", "2.0x the speed here")
         self.reason: str | None = None
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -99,7 +99,7 @@ def test_sites_are_changed_after_the_trial_and_reported() -> None:
 
 def test_what_is_applied_before_its_trial_is_taken_back_when_refused() -> None:
     net = model()
-    fake = Fake(verdict=Verdict(keep=False, reason="slower"), applied_before_trial=True)
+    fake = Fake(verdict=Verdict("refused", "slower"), applied_before_trial=True)
     handle = engine(net, fake)
     assert inplace(net) == [True, True]
     with handle.step():
@@ -174,6 +174,29 @@ def test_a_technique_that_stood_aside_is_closed_when_the_run_ends_however_often_
     assert fake.calls[-1] == "close"
 
 
+def test_the_record_tells_where_a_technique_stands() -> None:
+    late, dear, lacking = Fake(trial_step=1), Fake(name="dear"), Fake(name="lacking", on_by_default=True)
+    lacking.reason = "install it"
+    handle = engine(model(), late, dear, lacking, names=["fake", "dear", "lacking", "other"], begins=False)
+
+    def states() -> list[str]:
+        return [one["state"] for one in handle.report.to_dict()["techniques"].values()]
+
+    assert states() == ["waiting", "waiting", "unavailable", "off"]
+    handle.begin({"dear": "it would take an hour"})
+    with handle.step():
+        pass
+    assert states() == ["waiting", "left out", "unavailable", "off"]
+    with handle.step():
+        pass
+    assert states() == ["decided", "left out", "unavailable", "off"]
+    handle.revert_all("a step raised")
+    handle.undo()
+    assert states() == ["reverted", "left out", "unavailable", "off"]
+    assert handle.report.of("dear").status == "it would take an hour"
+    assert handle.decisions["fake"]["1"] == Verdict("failed", "a step raised")
+
+
 def test_an_exception_in_a_step_leaves_every_context_and_the_trial_for_the_next() -> None:
     net, fake = model(), Fake()
     handle = engine(net, fake)
@@ -213,14 +236,14 @@ def test_an_objection_after_the_trial_takes_a_site_back_for_good() -> None:
     assert inplace(net) == [False, True]
     assert handle.report.refused("fake")["1"] == "line 7 does not like it"
     assert handle.report.applied("fake") == ["2"]
-    assert handle.decisions["fake"]["1"] == Verdict(keep=False, reason="line 7 does not like it")
+    assert handle.decisions["fake"]["1"] == Verdict("refused", "line 7 does not like it")
     assert handle.decisions["fake"]["2"].keep
     assert not fake.notes.is_new
     assert handle.report.of("fake").was_in_force
 
 
 def test_what_its_trial_refuses_was_not_in_force_though_it_was_applied_for_it() -> None:
-    fake = Fake(verdict=Verdict(keep=False, reason="slower"), applied_before_trial=True)
+    fake = Fake(verdict=Verdict("refused", "slower"), applied_before_trial=True)
     handle = engine(model(), fake)
     with handle.step():
         pass
@@ -229,7 +252,7 @@ def test_what_its_trial_refuses_was_not_in_force_though_it_was_applied_for_it() 
 
 
 def test_decisions_of_an_earlier_run_hold_without_a_trial() -> None:
-    first = engine(model(), Fake(verdict=Verdict(keep=False, reason="slower")))
+    first = engine(model(), Fake(verdict=Verdict("refused", "slower")))
     with first.step():
         pass
     net, fake = model(), Fake()
@@ -250,7 +273,7 @@ def test_a_technique_that_does_not_remember_tries_again() -> None:
 
 def test_a_site_without_a_verdict_is_not_changed() -> None:
     net = model()
-    handle = engine(net, Fake(), decisions={"fake": {"1": Verdict(keep=True)}})
+    handle = engine(net, Fake(), decisions={"fake": {"1": Verdict("kept")}})
     assert inplace(net) == [True, False]
     assert "no verdict" in handle.report.refused("fake")["2"]
 
@@ -263,7 +286,7 @@ def test_what_the_processes_agree_on_holds() -> None:
         if "fake" not in (value or {}) or not isinstance(value["fake"], dict):  # what the ranks compare
             return [value, value]
         asked.append(copy.deepcopy(value))
-        return [{"fake": {"1": Verdict(keep=True), "2": Verdict(keep=False, reason="rank 0 says no")}}, value]
+        return [{"fake": {"1": Verdict("kept"), "2": Verdict("refused", "rank 0 says no")}}, value]
 
     handle = engine(net, Fake(), gather=gather)
     with handle.step():
@@ -476,17 +499,17 @@ def test_the_defaults_of_the_protocol_do_nothing() -> None:
     patches = PatchSet([AttributePatch("1", "", nn.ReLU(), "inplace", True)])
     kept: Callable[[PatchSet], AbstractContextManager[Verdicts]] = Nothing().trial
     with kept(patches) as verdicts:
-        assert verdicts == {"1": Verdict(keep=True)}
+        assert verdicts == {"1": Verdict("kept")}
     handle.undo()
 
 
 def test_a_technique_that_was_asked_for_and_is_refused_everywhere_is_a_warning() -> None:
-    handle = engine(model(), Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True))
+    handle = engine(model(), Fake(verdict=Verdict("refused", "other numbers"), explicit=True))
     with pytest.warns(AccelWarning, match="fake was asked for and is not in force.*: other numbers"), handle.step():
         pass
 
 
 def test_strict_makes_an_error_of_it() -> None:
-    handle = engine(model(), Fake(verdict=Verdict(keep=False, reason="other numbers"), explicit=True), strict=True)
+    handle = engine(model(), Fake(verdict=Verdict("refused", "other numbers"), explicit=True), strict=True)
     with pytest.raises(AccelError, match="fake was asked for"), handle.step():
         pass

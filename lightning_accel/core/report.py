@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -14,26 +13,27 @@ from typing_extensions import override
 
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
+from lightning_accel.core.states import TECHNIQUE_CHANGES, Sites, TechniqueState
 
 NEWEST_TORCH = (2, 15)
-"""The newest that the tests have run on."""
+"""The newest version that the tests have run on."""
 
 
 class AccelWarning(UserWarning):
-    """Something that was asked for could not be done; the run goes on without it (``strict=True`` raises instead)."""
+    """Something that was asked for could not be done. The run goes on without it; ``strict=True`` raises instead."""
 
 
 class AccelError(RuntimeError):
-    """What would be an :class:`AccelWarning`, with ``strict=True``."""
+    """With ``strict=True``, what is an :class:`AccelWarning` otherwise."""
 
 
 class EditError(RuntimeError):
-    """What an edit raises that cannot do what it is asked for, where the user's own code can.
+    """An edit cannot do what it is asked for, and the user's own code can.
 
-    A run that can repeat the step does so without the technique, and keeps the others.
+    A run that can repeat the step repeats it without the technique, and keeps the other techniques.
 
     Attributes:
-        technique: Whose edit it is.
+        technique: The name of the technique whose edit raised this.
     """
 
     def __init__(self, technique: str, message: str) -> None:
@@ -45,44 +45,49 @@ class EditError(RuntimeError):
         return type(self), (self.technique, *self.args)
 
 
-@dataclass
 class TechniqueReport:
-    """The record of one technique.
+    """The record of one technique, or of something else that is decided in a run, the tuning say.
 
     Attributes:
+        sites: What holds at each of its sites.
+        state: Where it stands in the run.
         status: One line on the technique as a whole: ``"bf16-mixed: native bfloat16"``.
-        changes: Site → what was changed there, and what its trial measured.
-        refusals: Site → why it was left alone or reverted.
-        is_on: Whether the technique found something to do.
-        rests: Whether live trials have settled without it.
         details: What there is to say beyond sites: a table, say.
         data: The same as plain values, for programs.
-        measured: Site → the figures of its trial.
-        measured_as_a_whole: What was measured of all sites together; None: nothing.
+        is_on: Whether the technique found something to do.
+        rests: Whether live trials have settled without it.
+        measured_as_a_whole: What was measured of all sites together; None if nothing was.
         was_in_force: Whether some site was given back in mid-run, after all trials.
         waits_for_trials: Whether it does nothing until live trials have put it on.
     """
 
-    status: str = ""
-    details: str = ""
-    changes: dict[str, str] = field(default_factory=dict)
-    refusals: dict[str, str] = field(default_factory=dict)
-    is_on: bool = False
-    rests: bool = False
-    data: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, Measured] = field(default_factory=dict)
-    measured_as_a_whole: Measured | None = None
-    was_in_force: bool = False
-    waits_for_trials: bool = False
+    def __init__(self, name: str, state: TechniqueState = "decided", status: str = "") -> None:
+        self.sites = Sites(name)
+        self.state, self.status, self.details = state, status, ""
+        self.data: dict[str, Any] = {}
+        self.measured_as_a_whole: Measured | None = None
+        self.is_on = self.rests = self.was_in_force = self.waits_for_trials = False
 
-    def take_up(self, site: str, measured: Measured | None) -> None:
-        """Keeps the figures of a site; what was measured before holds where nothing was now."""
-        if measured is not None:
-            self.measured[site] = measured
+    def change(self, state: TechniqueState, status: str = "", *, is_on: bool | None = None) -> None:
+        """Changes the state, and what is given beside it; nothing else changes the state."""
+        assert state == self.state or (self.state, state) in TECHNIQUE_CHANGES, f"{self.state} → {state}"
+        self.state, self.status = state, status or self.status
+        self.is_on = self.is_on if is_on is None else is_on
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The sites that are on, each with what was changed there and what its trial measured."""
+        return self.sites.reasons("ON")
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """The sites that are off, each with the reason."""
+        return self.sites.reasons("OFF")
 
     def figures(self) -> Measured | None:
-        """What was measured, all in all: where it is in force, else where it was refused; None: nothing was."""
-        chosen = [one for site, one in self.measured.items() if site in self.changes] or list(self.measured.values())
+        """The figures of the sites that are on, else of those that are off; None if nothing was measured."""
+        known = [(one.after, one.measured) for one in self.sites.values() if one.measured is not None]
+        chosen = [figures for state, figures in known if state == "ON"] or [figures for _, figures in known]
         chosen += [self.measured_as_a_whole] if self.measured_as_a_whole is not None else []
         return together(chosen) if chosen else None
 
@@ -93,7 +98,7 @@ class TechniqueReport:
 
     @property
     def line(self) -> str:
-        """Its status, and that it rests."""
+        """Its status, and that live trials have switched it off."""
         return f"off, as live trials have settled without it; before: {self.status}" if self.rests else self.status
 
     def outcome(self) -> str:
@@ -103,12 +108,22 @@ class TechniqueReport:
         reasons = Counter(self.refusals.values()).most_common(1)
         return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
 
-
-def _notes_on_versions() -> list[str]:
-    release = str(getattr(sys.modules.get("torch"), "__version__", "0.0"))
-    major, minor = (int(number) for number in release.split(".")[:2])
-    is_newer = (major, minor) > NEWEST_TORCH
-    return [f"torch {major}.{minor} is newer than those tested: changes are checked as ever"] if is_newer else []
+    def to_dict(self) -> dict[str, Any]:
+        """Of plain values, for JSON."""
+        figures = self.figures()
+        return {
+            "on": self.acts,
+            "rests": self.rests,
+            "state": self.state,
+            "status": self.line,
+            "applied": self.changes,
+            "refused": self.refusals,
+            "details": self.details,
+            "was_in_force": self.was_in_force,
+            "waits_for_trials": self.waits_for_trials,
+            **({"measured": figures.to_dict()} if figures is not None else {}),
+            **({"data": self.data} if self.data else {}),
+        }
 
 
 class Report:
@@ -118,11 +133,18 @@ class Report:
     model itself is site ``""``, written ``(model)``.
     """
 
-    def __init__(self, device: str = "", purse: Purse | None = None) -> None:
+    def __init__(self, names: Iterable[str] = (), device: str = "", purse: Purse | None = None) -> None:
         self.device = device
-        self.techniques: dict[str, TechniqueReport] = {}
-        self.notes: list[str] = _notes_on_versions() if device else []
+        self.techniques = {name: TechniqueReport(name, "off", "off") for name in names}
         self.purse = purse
+        self._notes: dict[str, str] = {}
+        if device:
+            self._note_versions()
+
+    @property
+    def notes(self) -> list[str]:
+        """The remarks on the run as a whole."""
+        return list(self._notes.values())
 
     @property
     def remarks(self) -> list[str]:
@@ -132,16 +154,18 @@ class Report:
 
     def of(self, technique: str) -> TechniqueReport:
         """The record of a technique, made when first asked for."""
-        return self.techniques.setdefault(technique, TechniqueReport())
+        if technique not in self.techniques:
+            self.techniques[technique] = TechniqueReport(technique)
+        return self.techniques[technique]
 
     def applied(self, technique: str) -> list[str]:
         """The sites where ``technique`` is in force."""
         record = self.techniques.get(technique)
-        return [] if record is None or record.rests else list(record.changes)
+        return [] if record is None or record.rests else [*record.changes]
 
     def refused(self, technique: str) -> dict[str, str]:
         """The sites that ``technique`` left alone or gave back, with the reasons."""
-        return dict(self.techniques[technique].refusals) if technique in self.techniques else {}
+        return self.techniques[technique].refusals if technique in self.techniques else {}
 
     def settled(self, resting: Iterable[str]) -> None:
         """Says which techniques live trials have settled without; none while they have not settled."""
@@ -149,27 +173,26 @@ class Report:
         for name, record in self.techniques.items():
             record.rests = name in resting
 
-    def note(self, line: str) -> None:
-        """Adds a remark on the run as a whole, once."""
-        if line not in self.notes:
-            self.notes.append(line)
+    def note(self, line: str, key: str = "") -> None:
+        """Adds a remark on the run as a whole, once.
 
-    def record_applied(self, technique: str, site: str, change: str, measured: Measured | None = None) -> None:
-        """Says what was changed at a site, and what its trial has measured."""
-        record = self.of(technique)
-        record.changes[site] = change
-        record.refusals.pop(site, None)
-        record.take_up(site, measured)
+        Args:
+            line: The remark.
+            key: Names what the remark is about, so that a later remark of the same key replaces it. If it is empty,
+                the remark is kept.
+        """
+        if key:
+            self._notes.pop(key, None)
+        self._notes.setdefault(key or line, line)
 
-    def record_refused(self, technique: str, site: str, reason: str, measured: Measured | None = None) -> None:
-        """Says why a site was left alone or given back, and what its trial has measured."""
-        record = self.of(technique)
-        record.refusals[site] = reason
-        record.changes.pop(site, None)
-        record.take_up(site, measured)
+    def _note_versions(self) -> None:
+        release = str(getattr(sys.modules.get("torch"), "__version__", "0.0"))
+        major, minor = (int(number) for number in release.split(".")[:2])
+        if (major, minor) > NEWEST_TORCH:
+            self.note(f"torch {major}.{minor} is newer than those tested: changes are checked as ever")
 
     def summary(self) -> str:
-        """A line a technique: its status, and how many sites it changed and refused."""
+        """One line for each technique: its status, and how many sites it changed and left alone."""
         lines = [f"lightning-accel on {self.device}"] if self.device else ["lightning-accel"]
         for name, record in self.techniques.items():
             counts = [f"{len(record.changes)} sites"] if record.changes else []
@@ -196,21 +219,7 @@ class Report:
         return {
             "device": self.device,
             "notes": self.remarks,
-            "techniques": {
-                name: {
-                    "on": record.acts,
-                    "rests": record.rests,
-                    "status": record.line,
-                    "applied": dict(record.changes),
-                    "refused": dict(record.refusals),
-                    "details": record.details,
-                    "was_in_force": record.was_in_force,
-                    "waits_for_trials": record.waits_for_trials,
-                    **({"measured": figures.to_dict()} if (figures := record.figures()) else {}),
-                    **({"data": record.data} if record.data else {}),
-                }
-                for name, record in self.techniques.items()
-            },
+            "techniques": {name: record.to_dict() for name, record in self.techniques.items()},
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -225,10 +234,10 @@ class Report:
 
 
 def difference(ranks: Sequence[Mapping[str, tuple[set[str], Mapping[str, str], str]]]) -> str | None:
-    """Where one rank cannot do what rank 0 does, and why; None where all do the same.
+    """Says where one rank cannot do what rank 0 does, and why; None if all ranks do the same.
 
     Args:
-        ranks: Of each rank, technique by technique: the sites it has, its refusals, its status.
+        ranks: For each rank, technique by technique: the sites that it edits, its refusals, its status.
     """
     for name, (decided, _, _) in ranks[0].items():
         for rank, techniques in enumerate(ranks):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,10 @@ CLEARLY = 0.15  # by so much one side has to be the faster for less than the mos
 _WIDE = 6.0  # times as long as a candidate's call the original takes in float64, about
 NOT_SLOWER = 1.02  # a time this close to the original's is a tie: the clocks of shared machines tell no more
 
-TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
-"""The failure that is none of the candidate's; it may be tried again where there is more to spend."""
+VerdictKind = Literal["kept", "refused", "failed", "untried", "too_dear"]
+"""What a trial can come to. Only the first two say something of the candidate: the others may be tried again."""
 
+_TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 
 @dataclass(frozen=True)
 class Variant:
@@ -67,7 +68,8 @@ class Comparison:
     """What a trial measured.
 
     Attributes:
-        failure: What the candidate raised, or how its numbers differ; empty when they agree.
+        failure: What the candidate raised, or how its numbers differ; empty if they agree.
+        cut_short: Whether the trial ended early: ``"failed"`` with an error, or ``"too_dear"`` for the purse.
         error: The candidate's largest relative error, against the oracle where one was asked.
         original_ms: Milliseconds of the original, forward and backward, the fewest that were seen; None untimed.
         candidate_ms: The candidate's.
@@ -77,12 +79,18 @@ class Comparison:
     """
 
     failure: str = ""
+    cut_short: Literal["", "failed", "too_dear"] = ""
     error: float = 0.0
     original_ms: float | None = None
     candidate_ms: float | None = None
     left_behind: tuple[str, ...] = ()
     spread: Spread | None = None
     is_same: bool | None = None
+
+    @property
+    def kind(self) -> VerdictKind:
+        """What the trial came to, as far as numbers say."""
+        return self.cut_short or ("refused" if self.failure else "kept")
 
     def measured(self, timed: Comparison | None = None) -> Measured:
         """The figures of numbers, and of times where those are another comparison's."""
@@ -187,9 +195,9 @@ class Trial:
             with isolated(self.module, self._device) as left_behind:
                 found = tried()
         except _TooDearError:
-            found = Comparison(failure=TOO_DEAR)
+            found = Comparison(failure=_TOO_DEAR, cut_short="too_dear")
         except Exception as error:
-            found = Comparison(failure=f"failed in its trial: {one_line(error)}")
+            found = Comparison(failure=f"failed in its trial: {one_line(error)}", cut_short="failed")
         self._is_warm = True
         self._pay()
         return found, left_behind

@@ -67,6 +67,7 @@ class Tried:
     Attributes:
         name: As in the settings.
         is_on: Whether it acts at all.
+        is_off: Whether the plan does without it.
         status: In a line.
         changed: How many sites, and what was changed there, with what its trial has measured.
         left_alone: How many sites, and why.
@@ -83,6 +84,7 @@ class Tried:
 
     name: str
     is_on: bool
+    is_off: bool
     status: str
     changed: list[tuple[int, str]]
     left_alone: list[tuple[int, str]]
@@ -109,6 +111,7 @@ def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tr
     tried = Tried(
         name=name,
         is_on=bool(one["on"]),
+        is_off=one.get("state") == "off",
         status=str(one["status"]),
         changed=_counted(one["applied"]),
         left_alone=_counted(one["refused"]),
@@ -139,9 +142,9 @@ def _came_of(tried: Tried, one: Mapping[str, Any], tuning: Mapping[str, Any]) ->
     if one.get("waits_for_trials"):
         return "not asked", tried.status
     why = tried.status if one.get("rests") else _most_said(tried.left_alone) or tried.status
-    if one.get("rests") or one.get("was_in_force") or tried.status.startswith("taken back"):
+    if one.get("rests") or one.get("was_in_force") or one.get("state") == "reverted":
         return "undone", why
-    return ("not asked", "off") if tried.status == "off" else ("refused", why)
+    return ("not asked", "off") if tried.is_off else ("refused", why)
 
 
 def _why_undone(tried: Tried, tuning: Mapping[str, Any]) -> str:

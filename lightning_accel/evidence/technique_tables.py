@@ -35,7 +35,7 @@ def contributions_table(techniques: Iterable[Tried]) -> Table:
     """What each technique has contributed, losers included; not those that are off."""
     heads = {"technique": False, "came of it": False, "ratio [95%]": True, "judged on": False}
     heads |= {"peak": True, "error, spreads": True, "its part": True, "its memory": True, "why": False}
-    rows = [_contribution(one) for one in techniques if one.came_of_it is not None and one.status != "off"]
+    rows = [_contribution(one) for one in techniques if one.came_of_it is not None and not one.is_off]
     return without_empty(table("What each technique contributed", heads, rows))
 
 

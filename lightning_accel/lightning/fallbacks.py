@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_accel.core.report import EditError
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.trial import VerdictKind, one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.oom_recovery import OomRecovery
@@ -37,7 +37,8 @@ class RunParts:
         outputs: The layer that watches over what outlives a step.
         memory: What the run does about a lack of memory.
         is_in_force: Returns whether anything of ours acts on the next step.
-        revert: Takes a technique back for the rest of the run. It is given the name and the reason.
+        revert: Takes a technique back for the rest of the run. It is given the name, the reason and the kind of the
+            verdict.
         revert_option_on_trial: Takes the option back that was on trial in a step. It is given the error of the step,
             and returns whether there was one.
         end_trials: Ends all trials, since every edit is about to be taken back.
@@ -49,7 +50,7 @@ class RunParts:
     outputs: StepOutputs
     memory: OomRecovery
     is_in_force: Callable[[], bool]
-    revert: Callable[[str, str], None]
+    revert: Callable[[str, str, VerdictKind], None]
     revert_option_on_trial: Callable[[Exception], bool]
     end_trials: Callable[[], None]
 
@@ -125,7 +126,10 @@ class RevertSuspects(Fallback):
             name = self._names.pop(0)
             if name in self._certain or self._is_in_force(name):
                 self._reverted = name
-                parts.revert(name, str(error) if isinstance(error, EditError) else self._failure.remark)
+                if isinstance(error, EditError):
+                    parts.revert(name, str(error), "refused")
+                else:
+                    parts.revert(name, self._failure.remark, "failed")
                 return True
         return False
 

@@ -210,7 +210,7 @@ class OomRecovery(Layer):
                 f" {format_bytes(inventory.limit_bytes)} there are. The step has run again with that, {changes}; it"
                 " stays on."
             )
-            self._engine.report.note(line)
+            self._engine.report.note(line, key=self._said)
             warnings.warn(line, AccelWarning, stacklevel=2)
         self._answered, self._failed = [], None
 
@@ -309,7 +309,5 @@ class OomRecovery(Layer):
         costs += [] if ratio is None else [f"step {ratio:.2f}x"]
         if costs:
             line = f"{self._said}: {', '.join(costs)}"
-            notes = self._engine.report.notes
-            notes[:] = [note for note in notes if not note.startswith(self._said)]
-            self._engine.report.note(line)
+            self._engine.report.note(line, key=self._said)
             rank_zero_info(f"lightning-accel: {line}")

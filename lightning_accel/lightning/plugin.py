@@ -67,7 +67,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         AutocastPrecision.__init__(self, at_first, "cpu", is_chosen=precision == "auto")
         self.purse: Purse | None = None
         self._asks_by_name = asks_by_name(self.plan)
-        self._at_first = {name: "off" if self.plan.is_off(name) else _WAITS for name in declarations()}
+        self._planned = {name: not self.plan.is_off(name) for name in declarations()}
         self._run: Run | None = None
         self._plain_start: PlainStart | None = None
         self._added_logger: AddedLogger | None = None
@@ -117,7 +117,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
             start(make_run())
             return module
         self.set_precision("32-true" if self.plan.precision == "auto" else precision)
-        self._reports.begin(_plain_report(host, self.plan, self.precision, self._at_first), is_fitting=is_fitting)
+        self._reports.begin(_plain_report(host, self.plan, self.precision, self._planned), is_fitting=is_fitting)
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
@@ -154,8 +154,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         self.set_precision(precision)
         report = run.engine.report
         self._reports.begin(report, is_fitting=run.is_fitting)
-        record = report.of("precision")
-        record.is_on, record.status = precision != "32-true", f"{precision}: {reason}"
+        report.of("precision").change("decided", f"{precision}: {reason}", is_on=precision != "32-true")
         run.start(left_out, program)
         if self._plain_start is not None:
             self._meet(run.trainer.optimizers)
@@ -170,7 +169,8 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     def _stay_plain(self, reason: str) -> None:
         """Has the whole run be the user's own."""
         for name, record in self._reports.running.techniques.items():
-            record.status = f"not tried: {reason}" if record.status.startswith("waiting") else record.status
+            if record.state == "waiting":
+                record.change("left out", f"not tried: {reason}")
             record.is_on &= name == "precision"
         self._stand_aside()
 
@@ -346,15 +346,14 @@ _OF_A_PLAIN_STEP = ("convert_input", "train_step_context", "pre_backward", "clip
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 
-def _plain_report(host: Host, plan: Plan, precision: str, statuses: Mapping[str, str]) -> Report:
-    """What there is to say of a run that begins as the user wrote it."""
-    report = Report(device=host.described)
-    for name, status in statuses.items():
-        report.of(name).status = status
-    record = report.of("precision")
-    record.is_on = precision != "32-true"
+def _plain_report(host: Host, plan: Plan, precision: str, planned: Mapping[str, bool]) -> Report:
+    """The report of a run that begins as the user wrote it."""
+    report = Report(planned, device=host.described)
+    for name, is_planned in planned.items():
+        if is_planned:
+            report.of(name).change("waiting", _WAITS)
     if plan.precision != "auto":
-        record.status = f"{precision}: as asked"
+        report.of("precision").change("decided", f"{precision}: as asked", is_on=precision != "32-true")
     return report
 
 

@@ -16,7 +16,8 @@ from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
-from lightning_accel.engine import Decisions, Engine
+from lightning_accel.core.trial import VerdictKind
+from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.batch_transfer import BatchTransfer
 from lightning_accel.lightning.fallbacks import RunParts
@@ -32,6 +33,7 @@ from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.step.pipeline import Layer, StepPipeline
+from lightning_accel.technique_run import Decisions
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
@@ -292,15 +294,15 @@ class Run:
     def _can_repeat_step(self) -> bool:
         return self._retry is not None and self._retry.can_repeat
 
-    def _revert(self, name: str, reason: str) -> None:
-        """Takes a technique back for the rest of the run."""
+    def _revert(self, name: str, reason: str, kind: VerdictKind) -> None:
+        """Takes a technique back for the rest of the run, with a verdict of this kind."""
         if self.live is not None:
             self.live.lose(name)
         if name == "precision":
             assert isinstance(self._precision, AutocastPrecision), "others watch over nothing"
             self._precision.give_up(self.engine.report, reason)
         else:
-            self.engine.revert_all(reason, name)
+            self.engine.revert_all(reason, name, kind)
 
     def _revert_option_on_trial(self, error: Exception) -> bool:
         return self.live is not None and self.live.yields(error)

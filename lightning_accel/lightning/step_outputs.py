@@ -23,6 +23,7 @@ from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
 from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.core.trial import VerdictKind
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, is_lightnings, own
@@ -71,7 +72,8 @@ class StepOutputs(Layer):
         precision: The precision plugin of the run.
         can_repeat: Returns whether the step under way can run again. It does, if this layer raises an
             :class:`EditError`.
-        revert: Takes a technique back for the rest of the run. It is given the name and the reason.
+        revert: Takes a technique back for the rest of the run. It is given the name, the reason and the
+            kind of the verdict.
     """
 
     name = "outputs"
@@ -82,7 +84,7 @@ class StepOutputs(Layer):
         engine: Engine,
         precision: AutocastPrecision,
         can_repeat: Callable[[], bool],
-        revert: Callable[[str, str], None],
+        revert: Callable[[str, str, VerdictKind], None],
     ) -> None:
         self._module, self._engine, self._precision = module, engine, precision
         self._can_repeat, self._revert = can_repeat, revert
@@ -158,7 +160,7 @@ class StepOutputs(Layer):
         if self._own is None:
             self._find_own()
         while self._leaving:
-            self._revert(*self._leaving.popitem())
+            self._revert(*self._leaving.popitem(), "refused")
         self._looked_at = None
         is_cast = self._precision.is_ours
         is_laid_out = self._memory_format is not None and self._memory_format.acts()

@@ -85,8 +85,7 @@ class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
         self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, RunState())
         report = self._run.engine.report
         self._reports.begin(report, is_fitting=self._run.is_fitting)
-        record = report.of("precision")
-        record.is_on, record.status = self.precision != "32-true", f"{self.precision}: {reason}"
+        report.of("precision").change("decided", f"{self.precision}: {reason}", is_on=self.precision != "32-true")
         if self.plan.tune != "off":
             report.note(_NO_TRIALS)
         if self.plan.out_of_memory == "split":

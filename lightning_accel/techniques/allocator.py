@@ -182,7 +182,7 @@ class AllocatorTechnique(Technique):
             self.notes.refuse("", f"{words}: nothing to gain")
             self._patch = None
             return
-        self.notes.revise("", Verdict(keep=False, reason=f"{words}: for live trials to decide"))
+        self.notes.revise("", Verdict("refused", f"{words}: for live trials to decide"))
         others = [name for name in (heap.JEMALLOC, heap.TCMALLOC) if installed_library(name)]
         if others:
             self.notes.details = f"{' or '.join(others)} could save most of that: {_RUN}"
@@ -193,7 +193,7 @@ class AllocatorTechnique(Technique):
     def _choose(self, choice: str) -> None:
         assert self._patch is not None
         if choice != OFF and not self._patch.is_applied:
-            self.notes.revise("", Verdict(keep=True, reason=f"{self._patch.change}: {self._in_words()}"))
+            self.notes.revise("", Verdict("kept", f"{self._patch.change}: {self._in_words()}"))
         self._patch.choose(choice)
         self._is_kept = choice != OFF
 

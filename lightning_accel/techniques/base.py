@@ -219,7 +219,7 @@ class Technique:
 
         A patch without a verdict is kept only if it was applied before the trial.
         """
-        return nullcontext({patch.site: Verdict(keep=True) for patch in patches})
+        return nullcontext({patch.site: Verdict("kept") for patch in patches})
 
     def step(self, stage: str) -> AbstractContextManager[Any]:
         """Around forward and loss of every step of a stage: ``"train"``, ``"validate"``, ``"test"``, ``"predict"``."""

@@ -49,7 +49,7 @@ class CompileSetup:
     @property
     def possible(self) -> list[CompilePatch]:
         """Those that nothing is known against."""
-        return [patch for patch in self.patches if self.known.get(patch.site, Verdict(keep=True)).keep]
+        return [patch for patch in self.patches if self.known.get(patch.site, Verdict("kept")).keep]
 
     def expected_s(self) -> float:
         return FIRST_S * len({alike(patch.block, (), {}) for patch in self.possible})
@@ -61,7 +61,7 @@ class CompileSetup:
         self._may_take_s, self._taken_s, self._longest_s = may_take_s, 0.0, 0.0
         for patch in self.possible:
             patch.undo()  # applied where an earlier run has tried it; the compiler must not meet the probes
-        self._found = {patch.site: Verdict(keep=False, reason=_NOT_CALLED) for patch in self.possible}
+        self._found = {patch.site: Verdict("untried", _NOT_CALLED) for patch in self.possible}
         self._probes = PatchSet(
             at_first_call(patch.site, patch.block, self._meeting(patch), when=torch.is_grad_enabled)
             for patch in self.possible
@@ -104,7 +104,7 @@ class CompileSetup:
             in_force = patch.remark if isinstance(patch, ReplayedPatch) else patch.change
             self._notes.revise(patch.site, replace(verdict, reason=verdict.reason or in_force))
         else:
-            self._notes.refuse(patch.site, verdict.reason, verdict.measured)
+            self._notes.refuse(patch.site, verdict.reason, verdict.measured, verdict.kind)
 
     def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
         def meet(args: Any, kwargs: dict[str, Any]) -> None:
@@ -116,13 +116,13 @@ class CompileSetup:
 
     def _tried(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         if is_gathered_by_hooks(patch.block):
-            return Verdict(keep=False, reason=_SHARDED)
+            return Verdict("refused", _SHARDED)
         key = alike(patch.block, args, kwargs) if patch.may_share else patch.site
         if key not in self._kinds:
             if self._taken_s + self._longest_s > self._may_take_s:
                 return Verdict(
-                    keep=False,
-                    reason=f"not compiled: those before it took {self._taken_s:.1f} s, and trials may cost this run"
+                    "refused",
+                    f"not compiled: those before it took {self._taken_s:.1f} s, and trials may cost this run"
                     f" {self._may_take_s:.1f} s",
                 )
             self._kinds[key] = Kind(self._told)

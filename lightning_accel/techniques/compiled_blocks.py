@@ -102,7 +102,7 @@ def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers
     Its edit is not applied, and is not afterwards. Not ``for_numbers`` where an earlier run's trial has compared them.
     """
     if (strange := changeable_argument(args, kwargs)) is not None:
-        return Verdict(keep=False, reason=f"takes a {strange}, which its trial would change")
+        return Verdict("refused", f"takes a {strange}, which its trial would change")
     block = patch.block
     # All samples: another batch size would have the block compiled a second time, for any size, and slower. So would
     # switching its dropout off.
@@ -110,7 +110,7 @@ def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers
     is_cached = torch.is_autocast_cache_enabled()
     compiled = Variant(_call(block), state=lambda: _applied(patch, is_cached))
     found = trial.numbers(Variant(eager_call(block)), compiled) if for_numbers else trial.rehearse(compiled)
-    return Verdict(keep=not found.failure, reason=found.failure, measured=found.measured() if for_numbers else None)
+    return Verdict(found.kind, found.failure, measured=found.measured() if for_numbers else None)
 
 
 def _call(block: nn.Module) -> Callable[..., Any]:

@@ -90,7 +90,7 @@ class ReplayedPatch(CompilePatch):
             except NotCapturedError as error:
                 self._graphed.pause(True)
                 self.why_not = str(error)
-                self._notes.revise(self.site, Verdict(keep=True, reason=self.remark))
+                self._notes.revise(self.site, Verdict("kept", self.remark))
             return compiled(*args, **kwargs)
 
         return call

@@ -37,6 +37,6 @@ def tried_at_first_calls(
         return at_first_call(patch.site, module(patch), meet, when=lambda: when(patch))
 
     patches = list(patches)
-    verdicts: Verdicts = {patch.site: Verdict(keep=False, reason=unseen) for patch in patches if unseen}
+    verdicts: Verdicts = {patch.site: Verdict("untried", unseen) for patch in patches if unseen}
     with applied(PatchSet(map(probe, patches))):
         yield verdicts

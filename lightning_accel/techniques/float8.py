@@ -190,11 +190,11 @@ class Float8(Technique):
         layer = patch.layer
         rows = tensor.numel() // layer.in_features
         if rows % MULTIPLE or not rows:
-            return Verdict(keep=False, reason=f"its input has {rows} rows, not a multiple of {MULTIPLE}")
+            return Verdict("refused", f"its input has {rows} rows, not a multiple of {MULTIPLE}")
         try:
             errors = self._errors(patch, args, kwargs)
         except Exception as error:
-            return Verdict(keep=False, reason=f"failed in its trial: {one_line(error)}")
+            return Verdict("failed", f"failed in its trial: {one_line(error)}")
         limits = bounds(configuration(self._recipe))
         # The one of the two that is nearer to what its format explains.
         worst, limit = max(zip(errors, limits, strict=True), key=lambda pair: pair[0] / pair[1])
@@ -202,9 +202,9 @@ class Float8(Technique):
         off = f"output off by {errors[0]:.1%}, gradients by {errors[1]:.1%}"
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             reason = f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}"
-            return Verdict(keep=False, reason=reason, measured=measured)
+            return Verdict("refused", reason, measured=measured)
         if not self.decides_by_clock:
-            return Verdict(keep=True, reason=off, measured=measured)
+            return Verdict("kept", off, measured=measured)
         size = (rows, *layer.weight.shape, layer.bias is None, tensor.dtype, layer.weight.dtype, tensor.requires_grad)
         if size not in self._speeds:
             self._speeds[size] = self._speed(patch, args, kwargs)
@@ -234,10 +234,10 @@ class Float8(Technique):
             trial.numbers(*map(Variant, sides), in_other_orders=False)  # whose first pass compiles
         found = trial.time(*map(Variant, sides))
         if found.original_ms is None or found.candidate_ms is None:
-            return Verdict(keep=False, reason=found.failure)
+            return Verdict(found.kind, found.failure)
         before, after = found.original_ms, found.candidate_ms
         words = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
-        return Verdict(keep=after * NOT_SLOWER < before, reason=words, measured=found.measured())
+        return Verdict("kept" if after * NOT_SLOWER < before else "refused", words, measured=found.measured())
 
     @override
     def forecast(self, host: Host) -> Forecast:

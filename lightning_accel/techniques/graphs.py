@@ -153,10 +153,10 @@ def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str,
     try:
         graphed.capture(args, kwargs)
     except NotCapturedError as error:
-        return Verdict(keep=False, reason=str(error))
+        return Verdict("refused", str(error))
     trial = Trial(block, args, kwargs, samples=None, has_dropout=True)
     found = trial.numbers(Variant(block.forward), Variant(lambda *a, **k: graphed.replay(a, k)))
     if found.failure:
         graphed.pause(True)
-        return Verdict(keep=False, reason=found.failure, measured=found.measured())
-    return Verdict(keep=True, reason=f"deviates by {found.error:.1e}", measured=found.measured())
+        return Verdict(found.kind, found.failure, measured=found.measured())
+    return Verdict("kept", f"deviates by {found.error:.1e}", measured=found.measured())

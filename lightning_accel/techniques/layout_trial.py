@@ -18,7 +18,7 @@ from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.core.trial import Comparison, Trial, Variant
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.notes import Verdict
 
@@ -61,7 +61,7 @@ class LayoutTrial(TorchFunctionMode):
         self._timings: dict[Any, tuple[float, float]] = {}  # of kinds of calls, in either layout
         self._original_ms = self._candidate_ms = 0.0  # of the step
         self._numbers: list[Measured] = []
-        self._failure = ""
+        self._failure: Comparison | None = None
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +74,7 @@ class LayoutTrial(TorchFunctionMode):
         # Weights that wait in channels_last must not put the step into it.
         args, kwargs = map_tensors(_own_layout, (args, kwargs))
         image = next(iter(tensors_in((args, kwargs))), None)
-        if image is not None and image.dim() in self._dims and not self._failure:
+        if image is not None and image.dim() in self._dims and self._failure is None:
             self._try(func, image, args, kwargs)
         result = func(*args, **kwargs)
         self._draws.follow(result)
@@ -82,18 +82,20 @@ class LayoutTrial(TorchFunctionMode):
 
     def verdict(self) -> Verdict:
         """Whether channels_last is right, and worth it."""
-        if failure := self._draws.place or self._failure:
-            return Verdict(keep=False, reason=failure, measured=together(self._numbers))
+        if self._draws.place:
+            return Verdict("refused", self._draws.place, measured=together(self._numbers))
+        if self._failure is not None:
+            return Verdict(self._failure.kind, self._failure.failure, measured=together(self._numbers))
         if not self._compared:
-            return Verdict(keep=False, reason="no convolution ran on the first step, so nothing was tried")
+            return Verdict("refused", "no convolution ran on the first step, so nothing was tried")
         before, after = self._original_ms, self._candidate_ms
         times = Measured(original_ms=before, candidate_ms=after) if after else Measured()
         figures = together([*self._numbers, times])
         if not after:  # untimed
-            return Verdict(keep=True, measured=figures)
+            return Verdict("kept", measured=figures)
         measured = f"convolutions, norms and pooling at {before / after:.2f}x the speed here"
         reason = f"{measured} ({before:.1f} → {after:.1f} ms a step)"
-        return Verdict(keep=after <= _WORTH * before, reason=reason, measured=figures)
+        return Verdict("kept" if after <= _WORTH * before else "refused", reason, measured=figures)
 
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
@@ -111,16 +113,16 @@ class LayoutTrial(TorchFunctionMode):
         )
         if name in _CONVOLUTIONS and kind not in self._compared:
             self._compared.add(kind)
-            self._failure = _unsafe(image, name, args, kwargs)
-            if self._failure:
+            if why := _unsafe(image, name, args, kwargs):
+                self._failure = Comparison(failure=why)
                 return
             compared = trial.numbers(*sides)
             self._numbers.append(compared.measured())
-            self._failure = compared.failure
-        if self._by_clock and not self._failure:
+            self._failure = compared if compared.failure else None
+        if self._by_clock and self._failure is None:
             if kind not in self._timings:
                 found = trial.time(*sides)
-                self._failure = found.failure
+                self._failure = found if found.failure else None
                 self._timings[kind] = found.original_ms or 0.0, found.candidate_ms or 0.0
             original_ms, candidate_ms = self._timings[kind]
             self._original_ms += original_ms

@@ -81,4 +81,4 @@ class Loader(Technique):
 
     def _tell(self, line: str, is_changed: bool) -> None:
         self.notes.status = line
-        self.notes.revise(_SITE, Verdict(keep=is_changed, reason=line))
+        self.notes.revise(_SITE, Verdict("kept" if is_changed else "refused", line))

@@ -211,7 +211,7 @@ class MatmulPrecision(Technique):
 
     @contextmanager
     def _watched(self, patches: PatchSet) -> Iterator[Verdicts]:
-        verdicts = {patch.site: Verdict(keep=True) for patch in patches}
+        verdicts = {patch.site: Verdict("kept") for patch in patches}
         switch, leaves = torch.set_autocast_enabled, torch.autocast.__exit__.__code__
 
         def switched(*args: Any, **kwargs: Any) -> None:
@@ -220,7 +220,7 @@ class MatmulPrecision(Technique):
             is_left = sys._getframe(1).f_code is leaves  # a region ends in which it was on
             if on_before - _with_autocast() and not is_left and not is_trial():
                 why = "the model switches autocast off to compute in float32, which TF32 and bfloat16 are not"
-                verdicts.update({site: Verdict(keep=False, reason=why) for site in verdicts})
+                verdicts.update({site: Verdict("refused", why) for site in verdicts})
 
         # By which regions of torch.autocast switch, too.
         with applied(AttributePatch("", "watched", torch, "set_autocast_enabled", switched)):

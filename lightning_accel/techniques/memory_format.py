@@ -273,7 +273,7 @@ class MemoryFormat(Technique):
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         if self._refused_before_trial:
-            yield {patch.site: Verdict(keep=False, reason=self._refused_before_trial) for patch in patches}
+            yield {patch.site: Verdict("refused", self._refused_before_trial) for patch in patches}
             return
         verdicts: Verdicts = {}
         with LayoutTrial(

@@ -1,62 +1,71 @@
-"""What a technique has to say in the course of a run."""
+"""What a technique tells the run: verdicts on its sites, and lines for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
 
 from typing_extensions import Self
 
 from lightning_accel.core.measured import Measured
+from lightning_accel.core.trial import VerdictKind
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial decided about one site.
+    """What was decided about one site.
 
     Attributes:
-        keep: Whether the patch stays.
-        reason: What was measured, or why not.
-        choices: What a technique decided in more detail than to keep or not: by the kind of call.
-        measured: The figures of ``reason``; None: nothing was measured.
+        kind: ``"kept"``, or why not: ``"refused"`` for its numbers or its time, ``"failed"`` with an error,
+            ``"untried"`` as nothing called it, ``"too_dear"`` for this run to try to the end.
+        reason: What was measured, or why the site is not changed.
+        choices: What the technique decided for each kind of call.
+        measured: The figures of ``reason``; None if nothing was measured.
     """
 
-    keep: bool
+    kind: VerdictKind
     reason: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
     measured: Measured | None = None
 
+    @property
+    def keep(self) -> bool:
+        """Whether the patch stays."""
+        return self.kind == "kept"
+
     def to_dict(self) -> dict[str, Any]:
-        """Of plain values, for checkpoints and JSON."""
-        measured = None if self.measured is None else self.measured.to_dict()
-        return {"keep": self.keep, "reason": self.reason, "choices": dict(self.choices), "measured": measured}
+        """Plain values, for checkpoints and JSON."""
+        return {**asdict(self), "measured": None if self.measured is None else self.measured.to_dict()}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
-        """What :meth:`to_dict` gave.
+        """The verdict of which :meth:`to_dict` gave the values.
 
         Raises:
-            KeyError, TypeError: It did not.
+            KeyError, TypeError, ValueError: The values are not those of a verdict.
         """
         measured = state["measured"]
+        if state["kind"] not in get_args(VerdictKind):
+            raise ValueError(f"{state['kind']!r} is no kind of verdict")
         return cls(**{**state, "measured": None if measured is None else Measured.from_dict(measured)})
 
 
 Verdicts = dict[str, Verdict]
+"""Site → verdict."""
 
 
 @dataclass(eq=False)
 class Notes:
-    """One technique's word to the run. It is acted on as soon as the step under way is over.
+    """What one technique tells the run. The run acts on it as soon as the current step is over.
 
     Attributes:
-        status: One line for the report; empty: the sites are counted.
-        details: What the full report says below the status, several lines perhaps.
-        measured: What was measured of the technique as a whole; None: nothing yet.
-        is_new: Whether something was said that nobody has acted on.
-        spoilt: How the step under way has gone otherwise than the user's would; who can, runs it again without the
-            technique. Empty: it has not.
+        status: One line for the report; if it is empty, the report counts the sites.
+        details: What the full report says below the status; it may have several lines.
+        measured: What was measured of the technique as a whole; None if nothing was.
+        is_new: Whether something was said on which nobody has acted yet.
+        spoilt: How the current step differs from the user's own; empty if it does not. A run that can repeat the step
+            repeats it without the technique.
     """
 
     status: str = ""
@@ -74,25 +83,25 @@ class Notes:
             self.is_new = True
         super().__setattr__(name, value)
 
-    def refuse(self, site: str, why: str, measured: Measured | None = None) -> None:
-        """The patch at ``site`` must be taken back, here and in resumed runs."""
-        self._refused[site] = Verdict(keep=False, reason=why, measured=measured)
+    def refuse(self, site: str, why: str, measured: Measured | None = None, kind: VerdictKind = "refused") -> None:
+        """Has the patch at ``site`` undone, here and in resumed runs."""
+        self._refused[site] = Verdict(kind, why, measured=measured)
         self.is_new = True
 
     def revise(self, site: str, verdict: Verdict) -> None:
-        """The technique itself has changed what it does at ``site``; ``verdict`` is what now holds there."""
+        """Reports that the technique itself has changed what it does at ``site``, and that ``verdict`` now holds."""
         self._revised[site] = verdict
         self.is_new = True
 
     def warn(self, message: str) -> None:
-        """Something that was asked for is not done. Said once, however often it is called; an error if ``strict``."""
+        """Warns once that something that was asked for is not done; with ``strict``, raises an error."""
         if message not in self._warned:
             self._warned.add(message)
             self._warnings.append(message)
             self.is_new = True
 
     def take(self) -> tuple[Verdicts, Verdicts, list[str]]:
-        """What was refused, revised and warned of since the last call."""
+        """Returns what was refused, revised and warned of since the last call."""
         taken = self._refused, self._revised, self._warnings
         self._refused, self._revised, self._warnings, self.is_new = {}, {}, [], False
         return taken

@@ -153,7 +153,7 @@ class StepsTogether(StandInSteps):
     def _tell(self, reason: str) -> None:
         self._reasons[reason] = None
         words = f"{self.change}, a group in the user's way in steps where {'; where '.join(self._reasons)}"
-        self._notes.revise(self.site, Verdict(keep=True, reason=words))
+        self._notes.revise(self.site, Verdict("kept", words))
 
     @override
     def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -194,7 +194,7 @@ class Padding(Technique):
     def _leave(self, why: str) -> None:
         if why not in self._complaints:
             self._complaints.add(why)
-            self.notes.revise("batch", Verdict(keep=False, reason=why))
+            self.notes.revise("batch", Verdict("refused", why))
 
     @override
     def batch(self, batch: Any, stage: str) -> Any:
@@ -219,7 +219,7 @@ class Padding(Technique):
     def _tell(self, line: str, is_grouped: bool) -> None:
         self._grouping = f"; {line}"
         self._say()
-        self.notes.revise(_LOADER, Verdict(keep=is_grouped, reason=line))
+        self.notes.revise(_LOADER, Verdict("kept" if is_grouped else "refused", line))
         if not is_grouped:
             self.notes.warn(f"padding: batches are {line}")
 

@@ -36,8 +36,6 @@ from lightning_accel.tuning.tuning_result import Tuning
 
 GOOD_FOR = timedelta(days=7)
 
-_FAILED = ("failed", "raised", "could not be applied", "not called", "not tried")
-
 
 @dataclass(frozen=True)
 class Known:
@@ -144,22 +142,19 @@ def recall(program: Program) -> Known | None:
 
 
 def remember(program: Program, decisions: Mapping[str, Verdicts], tuning: Tuning | None = None) -> None:
-    """Keeps what the trials have found, without what failed: that may have been the moment's fault.
+    """Keeps what the trials have found, without what they could not find out: another run may.
 
     Raises:
         OSError: The folder cannot be written to.
     """
-    sound = {name: verdicts for name, verdicts in decisions.items() if not any(map(_has_failed, verdicts.values()))}
+    known = ("kept", "refused")
+    sound = {name: found for name, found in decisions.items() if all(one.kind in known for one in found.values())}
     content = {
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "decisions": {name: {site: v.to_dict() for site, v in verdicts.items()} for name, verdicts in sound.items()},
         "tuning": None if tuning is None else tuning.to_dict(),
     }
     write_whole(program.path, json.dumps(content, indent=1))
-
-
-def _has_failed(verdict: Verdict) -> bool:
-    return not verdict.keep and any(word in verdict.reason for word in _FAILED)
 
 
 def _source(model: nn.Module) -> str | None:

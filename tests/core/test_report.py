@@ -16,10 +16,10 @@ def report() -> Report:
     report.of("precision").status = "32-true: as asked"
     record = report.of("memory_format")
     record.status, record.is_on = "in force", True
-    report.record_applied("memory_format", "", "weight → channels_last")
+    report.of("memory_format").sites.change("", "ON", "weight → channels_last")
     for index in range(9):
-        report.record_applied("memory_format", f"blocks.{index}", "weight → channels_last")
-    report.record_refused("memory_format", "lazy", "its weight is lazy")
+        report.of("memory_format").sites.change(f"blocks.{index}", "ON", "weight → channels_last")
+    report.of("memory_format").sites.change("lazy", "OFF", "its weight is lazy")
     report.note("no compiler")
     return report
 
@@ -38,15 +38,22 @@ def test_an_unknown_technique_has_done_nothing(report: Report) -> None:
 
 
 def test_a_refused_site_is_no_longer_applied_and_the_other_way_round(report: Report) -> None:
-    report.record_refused("memory_format", "blocks.0", "slower")
+    report.of("memory_format").sites.change("blocks.0", "OFF", "slower")
     assert "blocks.0" not in report.applied("memory_format")
-    report.record_applied("memory_format", "blocks.0", "faster after all")
+    report.of("memory_format").sites.change("blocks.0", "ON", "faster after all")
     assert "blocks.0" not in report.refused("memory_format")
 
 
 def test_a_note_is_said_once(report: Report) -> None:
     report.note("no compiler")
     assert report.notes == ["no compiler"]
+
+
+def test_a_note_replaces_the_one_with_its_key(report: Report) -> None:
+    report.note("out of memory: it needed 3 GiB", key="step 7")
+    report.note("no kernel")
+    report.note("out of memory: peak 2 GiB", key="step 7")
+    assert report.notes == ["no compiler", "no kernel", "out of memory: peak 2 GiB"]
 
 
 def test_the_summary_is_a_line_a_technique(report: Report) -> None:
@@ -76,11 +83,11 @@ def test_the_json_leaves_nothing_out(report: Report) -> None:
 def test_figures_are_of_the_sites_in_force_and_of_the_others_where_none_is() -> None:
     report = Report()
     slow, fast = Measured(original_ms=1.0, candidate_ms=2.0), Measured(original_ms=2.0, candidate_ms=1.0)
-    report.record_refused("compile", "a", "slower", slow)
+    report.of("compile").sites.change("a", "OFF", "slower", slow)
     assert report.of("compile").figures() == slow
-    report.record_applied("compile", "b", "faster", fast)
+    report.of("compile").sites.change("b", "ON", "faster", fast)
     assert report.of("compile").figures() == fast
-    report.record_refused("compile", "b", "failed in mid-run")
+    report.of("compile").sites.change("b", "OFF", "failed in mid-run")
     assert report.to_dict()["techniques"]["compile"]["measured"] == {"original_ms": 3.0, "candidate_ms": 3.0}
 
 

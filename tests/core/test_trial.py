@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core import clocks
 from lightning_accel.core.purse import TRIALS, Purse
-from lightning_accel.core.trial import TOO_DEAR, Trial, Variant
+from lightning_accel.core.trial import Trial, Variant, VerdictKind
 from support.trial_cases import Call, X, block, compare
 
 
@@ -157,7 +157,7 @@ def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what
         now, calls = now + 1.0, calls + 1
         return module.forward(x)
 
-    def tried(steps: int) -> str:
+    def tried(steps: int) -> VerdictKind:
         nonlocal calls
         purse, calls = Purse(), 0
         purse.steps = steps
@@ -165,7 +165,7 @@ def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what
         one = Trial(module, (torch.randn(4, 4),), samples=None, purse=purse)
         found = one.numbers(Variant(slow), Variant(slow))
         assert purse.spent_s[TRIALS] == calls
-        return found.failure
+        return found.kind
 
-    assert (tried(1_000), calls) == ("", 2)
-    assert (tried(5), calls) == (TOO_DEAR, 1)
+    assert (tried(1_000), calls) == ("kept", 2)
+    assert (tried(5), calls) == ("too_dear", 1)

@@ -110,11 +110,11 @@ def test_a_run_without_it_against_one_with_it_is_read_the_other_way_round() -> N
     ("record", "came_of_it", "why"),
     [
         (FUSED, "kept", "in force"),
-        ({"status": "off"}, "not asked", "off"),
+        ({"status": "off", "state": "off"}, "not asked", "off"),
         ({"status": "left alone", "refused": {"a": "other numbers"}}, "refused", "other numbers"),
         ({"status": "no site in this model"}, "refused", "no site in this model"),
         ({"status": "x", "refused": {"a": "failed in mid-run"}, "was_in_force": True}, "undone", "failed in mid-run"),
-        ({"status": "taken back: a step raised"}, "undone", "taken back: a step raised"),
+        ({"status": "taken back: a step raised", "state": "reverted"}, "undone", "taken back: a step raised"),
         ({"status": "off, as settled", "rests": True, "refused": {"a": "b"}}, "undone", "off, as settled"),
         ({"on": True, "status": "too dear", "applied": {"a": "b"}, "waits_for_trials": True}, "not asked", "too dear"),
     ],

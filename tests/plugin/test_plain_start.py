@@ -227,7 +227,7 @@ class Tried(There):
     def trial(self, patches: Any) -> Iterator[Any]:
         type(self).time.advance(self.trial_steps * 10)
         self.tried_at.append(1)
-        yield {patch.site: Verdict(keep=True) for patch in patches}
+        yield {patch.site: Verdict("kept") for patch in patches}
 
 
 @pytest.fixture

@@ -9,5 +9,5 @@ from lightning_accel.techniques.notes import Verdict
 
 def test_figures_travel_in_checkpoints_with_their_verdicts() -> None:
     measured = Measured(error=1e-6, spread=2e-6, is_same=False)
-    decisions = {"flash_attention": {"attention": Verdict(keep=True, reason="2.0x", measured=measured)}}
+    decisions = {"flash_attention": {"attention": Verdict("kept", "2.0x", measured=measured)}}
     assert RunState().load(RunState(decisions=decisions).to_dict()) == decisions

@@ -77,7 +77,7 @@ class Loop:
 
     def patch(self) -> Any:
         """The edit of its optimizer."""
-        (patch,) = self.handle.engine._edits.on_optimizers["optimizer"]
+        (patch,) = next(run for run in self.handle.engine._runs if run.name == "optimizer").optimizer_patches
         return patch
 
     def refused(self) -> dict[str, str]:

@@ -133,8 +133,9 @@ def with_header(record: Record, **changes: Any) -> Record:
 
 def report_of(**techniques: Any) -> dict[str, Any]:
     """A report of the plugin's, of techniques that are on or not, with what came of their sites."""
-    nothing = {"on": False, "status": "off", "applied": {}, "refused": {}, "details": ""}
-    return {"device": "a GPU", "notes": [], "techniques": {name: nothing | one for name, one in techniques.items()}}
+    nothing = {"on": False, "state": "off", "status": "off", "applied": {}, "refused": {}, "details": ""}
+    told = {name: nothing | ({"state": "decided"} if one else {}) | one for name, one in techniques.items()}
+    return {"device": "a GPU", "notes": [], "techniques": told}
 
 
 def tuned(ratio: float, low: float, high: Any, choices: Any, *, settled: bool = True) -> dict[str, Any]:

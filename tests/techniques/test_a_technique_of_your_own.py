@@ -75,7 +75,7 @@ class Gentle(Technique):
         self.steps += 1
         if self.steps == 3:
             self.notes.warn("gentle: three batches are enough")
-            self.notes.revise("", Verdict(keep=True, reason="gentler still"))
+            self.notes.revise("", Verdict("kept", "gentler still"))
         return batch
 
 

@@ -211,7 +211,7 @@ def test_what_an_earlier_run_has_tried_is_compiled_without_another_trial(
 ) -> None:
     monkeypatch.setattr(Trial, "numbers", lambda *_: pytest.fail("tried again"))
     handle = accelerate(blocks(2.0, 2.0, 2.0), Plan(**OTHERS_OFF | {"compile": "auto"}), host=CPU)
-    verdicts = {site: Verdict(keep=site != "2", reason="" if site != "2" else "other numbers") for site in "123"}
+    verdicts = {site: Verdict("refused", "other numbers") if site == "2" else Verdict("kept") for site in "123"}
     handle.engine.carry_out({"compile": verdicts})
     train(handle)
     (arm,) = handle.engine.arms()
@@ -232,7 +232,7 @@ def test_blocks_that_an_earlier_run_has_tried_are_compiled_once_a_kind_at_their_
     model = blocks(*factors)
     expected = model(torch.ones(3, 4)).square().mean()
     handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
-    handle.engine.carry_out({"compile": {site: Verdict(keep=True) for site in "123"}})
+    handle.engine.carry_out({"compile": {site: Verdict("kept") for site in "123"}})
     torch.testing.assert_close(train(handle), expected)
     assert (compiler.graphs, compiler.ran) == (kinds, 3)
     train(handle)
@@ -247,7 +247,7 @@ def test_a_block_that_was_sharded_before_its_first_compiled_call_is_called_all_t
     model = blocks(2.0, 2.0)
     expected = model(torch.ones(3, 4)).square().mean()
     handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
-    handle.engine.carry_out({"compile": {site: Verdict(keep=True) for site in "12"}})
+    handle.engine.carry_out({"compile": {site: Verdict("kept") for site in "12"}})
     for module in (compiled, compiled_blocks, compilation):
         monkeypatch.setattr(module, "is_gathered_by_hooks", lambda module: isinstance(module, Block))
     torch.testing.assert_close(train(handle), expected)
@@ -282,7 +282,7 @@ def test_a_run_undone_in_the_step_that_compiles_is_plain(compiler: Compiler) -> 
 def test_only_rank_0_decides_what_is_kept(compiler: Compiler) -> None:
     handle, arm, setup = started(blocks(2.0, 2.0))
     setup.agree = lambda found: {  # type: ignore[attr-defined]
-        site: Verdict(keep=site == "1", reason="" if site == "1" else "failed there") for site in found
+        site: Verdict("kept") if site == "1" else Verdict("failed", "failed there") for site in found
     }
     set_up(handle, arm, setup)
     assert handle.report.applied("compile") == ["1"]

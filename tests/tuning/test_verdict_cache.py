@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_accel.core.measured import Measured
+from lightning_accel.core.trial import VerdictKind
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.verdict_cache import Program
@@ -34,7 +35,7 @@ class Model(nn.Module):
         return self.layer(x) {ending}
 """
 
-DECISIONS = {"flash_attention": {"layer": Verdict(keep=True, reason="faster", choices={"a": "sdpa"})}}
+DECISIONS = {"flash_attention": {"layer": Verdict("kept", "faster", choices={"a": "sdpa"})}}
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_figures_are_remembered_with_the_verdict(program: Any) -> None:
     measured = Measured(error=1e-6, spread=2e-6, is_same=False, original_ms=2.0, candidate_ms=1.0)
-    decisions = {"flash_attention": {"layer": Verdict(keep=True, measured=measured)}}
+    decisions = {"flash_attention": {"layer": Verdict("kept", measured=measured)}}
     verdict_cache.remember(program(), decisions)
     known = verdict_cache.recall(program())
     assert known is not None
@@ -155,9 +156,9 @@ def test_a_model_written_at_a_prompt_is_tried_every_time() -> None:
     assert Program.of(kind(), torch.ones(2), "a machine", "") is None
 
 
-@pytest.mark.parametrize("reason", ["failed in its trial: OutOfMemoryError", "not called with gradients"])
-def test_what_failed_is_tried_again(program: Any, reason: str) -> None:
-    verdict_cache.remember(program(), {**DECISIONS, "compile": {"layer": Verdict(keep=False, reason=reason)}})
+@pytest.mark.parametrize("kind", ["failed", "untried", "too_dear"])
+def test_what_could_not_be_found_out_is_tried_again(program: Any, kind: VerdictKind) -> None:
+    verdict_cache.remember(program(), {**DECISIONS, "compile": {"layer": Verdict(kind, "a reason")}})
     known = verdict_cache.recall(program())
     assert known is not None
     assert known.decisions == DECISIONS
@@ -172,7 +173,14 @@ def test_what_is_older_than_a_week_is_tried_again(program: Any) -> None:
     assert verdict_cache.recall(program()) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"written": "yesterday", "decisions": {}}'])
+NOW = datetime.now(timezone.utc).isoformat()
+OTHER_KIND = {"kind": "liked", "reason": "", "choices": {}, "measured": None}
+ILLEGIBLE = {"written": NOW, "decisions": {"loss": {"": OTHER_KIND}}, "tuning": None}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"written": "yesterday", "decisions": {}}', json.dumps(ILLEGIBLE)]
+)
 def test_a_damaged_file_is_as_none(program: Any, content: str) -> None:
     path = program().path
     path.parent.mkdir(parents=True)

@@ -19,7 +19,7 @@ from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tolerance import Spread
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.core.trial import Comparison, Trial, Variant, VerdictKind
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.row_formula import ByRows
@@ -33,6 +33,7 @@ class Judgement:
 
     choice: str  # the name of a backend, or "original"
     reason: str  # what was measured, or why none of the backends may
+    kind: VerdictKind = "refused"
     is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
     measured: Measured | None = None  # of the backend that is spoken of
 
@@ -83,7 +84,7 @@ class Rehearsal:
         self._by_clock = by_clock
         self._purse = purse
         self._spreads = {} if spreads is None else spreads
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, Comparison] = {}
         self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
         self._measured: dict[str, list[Measured]] = defaultdict(list)
         self._num_attentions = 0
@@ -116,29 +117,30 @@ class Rehearsal:
         for backend in self._backends:
             if backend.name not in self._failures:
                 failure = self._try(trial, Variant(original), Variant(fused(backend)), backend)
-                if failure:
+                if failure is not None:
                     self._failures[backend.name] = failure
 
-    def _try(self, trial: Trial, original: Variant, candidate: Variant, backend: WatchedBackend) -> str:
+    def _try(self, trial: Trial, original: Variant, candidate: Variant, backend: WatchedBackend) -> Comparison | None:
+        """Why a backend may not compute this attention; None if it may."""
         found = trial.numbers(original, candidate)
         if found.spread is not None and found.spread.num_orders:
             trial.alike = self._spreads[self._num_attentions] = found.spread
         self._measured[backend.name].append(found.measured())
         if found.failure:
-            return found.failure
+            return found
         if backend.lacking and len(self._backends) > 1:
-            return backend.lacking[-1]
+            return Comparison(failure=backend.lacking[-1])
         if not self._by_clock:
-            return ""
+            return None
         found = trial.time(original, candidate)
         if found.failure:
-            return found.failure
+            return found
         assert found.original_ms is not None
         assert found.candidate_ms is not None
         before, after = self._ms.get(backend.name, (0.0, 0.0))
         self._ms[backend.name] = before + found.original_ms, after + found.candidate_ms
         self._measured[backend.name].append(found.measured())
-        return ""
+        return None
 
     def judgement(self, nothing_found: str | None) -> Judgement:
         """What came out; ``nothing_found`` is what the site says of a call in which there was nothing to fuse."""
@@ -149,10 +151,12 @@ class Rehearsal:
         agreeing = [backend.name for backend in self._backends if backend.name not in self._failures]
         if not agreeing:
             is_one = len(self._backends) == 1
-            reasons = [reason if is_one else f"{name}: {reason}" for name, reason in self._failures.items()]
-            return Judgement(ORIGINAL, "; ".join(reasons), is_wrong=True, measured=self._figures(*self._failures))
+            reasons = [one.failure if is_one else f"{name}: {one.failure}" for name, one in self._failures.items()]
+            # One backend that was not tried to the end, or failed, leaves it open whether all of them are wrong.
+            kind = max((one.kind for one in self._failures.values()), key=("refused", "failed", "too_dear").index)
+            return Judgement(ORIGINAL, "; ".join(reasons), kind, is_wrong=True, measured=self._figures(*self._failures))
         if not self._by_clock:
-            return Judgement(agreeing[0], f"by {agreeing[0]}", measured=self._figures(agreeing[0]))
+            return Judgement(agreeing[0], f"by {agreeing[0]}", "kept", measured=self._figures(agreeing[0]))
         speeds = {name: self._ms[name][0] / self._ms[name][1] for name in agreeing}
         best = max(agreeing, key=speeds.__getitem__)
         before, after = self._ms[best]
@@ -160,7 +164,7 @@ class Rehearsal:
         # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
         if speeds[best] < 1:
             return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=self._figures(best))
-        return Judgement(best, f"by {best}, {measured}", measured=self._figures(best))
+        return Judgement(best, f"by {best}, {measured}", "kept", measured=self._figures(best))
 
     def _figures(self, *backends: str) -> Measured:
         return together(one for name in backends for one in self._measured[name])

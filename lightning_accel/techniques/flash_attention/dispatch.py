@@ -20,7 +20,7 @@ from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tolerance import Spread
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import TOO_DEAR, one_line
+from lightning_accel.core.trial import VerdictKind, one_line
 from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Judgement, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.notes import Verdict
@@ -103,10 +103,10 @@ class Dispatch(Patch):
             self.choices.update(self.tried)
         self.tried = {}
 
-    def refuse(self, reason: str, measured: Measured | None = None) -> None:
+    def refuse(self, reason: str, kind: VerdictKind = "refused", measured: Measured | None = None) -> None:
         """Sends all calls to the original from now on."""
         self.is_refused = True
-        self._revise(self.site, Verdict(keep=False, reason=reason, measured=measured))
+        self._revise(self.site, Verdict(kind, reason, measured=measured))
 
     # -- a call ------------------------------------------------------------------------------------------------
 
@@ -133,8 +133,9 @@ class Dispatch(Patch):
         if backend is None:  # the original was chosen, or, on another machine, what this one lacks
             return original(self.attention.module, *args, **kwargs)
         outputs, failure = self._attempt(self.attention.fused, backend, original, args, kwargs)
-        reason = f"failed in mid-run: {failure}" if failure else self.attention.given_up()
-        if reason:
+        if failure:
+            self.refuse(f"failed in mid-run: {failure}", "failed")
+        elif reason := self.attention.given_up():
             self.refuse(reason)
         return outputs
 
@@ -180,7 +181,7 @@ class Dispatch(Patch):
         )
         outputs, failure = self._attempt(site.rehearsed, rehearsal, original, args, kwargs)
         if failure:
-            return Judgement(ORIGINAL, f"failed in its trial: {failure}", is_wrong=True), outputs
+            return Judgement(ORIGINAL, f"failed in its trial: {failure}", "failed", is_wrong=True), outputs
         found = rehearsal.judgement(site.nothing_found())
         if timed is not None:
             return (found if found.choice == ORIGINAL else timed), outputs
@@ -202,13 +203,13 @@ class Dispatch(Patch):
         known = nearest_choice(shapes, self.choices)
         if self._judge.is_trial_step:
             choices = {} if judgement.is_wrong else {shapes: judgement.choice}
-            self._revise(self.site, Verdict(keep, judgement.reason, choices, judgement.measured))
-        elif judgement.is_wrong and TOO_DEAR not in judgement.reason:
-            self.refuse(judgement.reason, judgement.measured)
+            self._revise(self.site, Verdict(judgement.kind, judgement.reason, choices, judgement.measured))
+        elif judgement.is_wrong and judgement.kind != "too_dear":
+            self.refuse(judgement.reason, judgement.kind, judgement.measured)
         elif known is None or (keep and known == ORIGINAL):
             reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason
             choices = {**self.choices, shapes: judgement.choice}
-            self._revise(self.site, Verdict(keep, reason, choices, judgement.measured))
+            self._revise(self.site, Verdict(judgement.kind, reason, choices, judgement.measured))
 
     def _watch_gradients(self, outputs: Any) -> Any:
         """Notes, before anything is fused, whether gradients through the site are differentiated again."""

@@ -147,7 +147,7 @@ class FlashAttention(Technique):
 
     @contextmanager
     def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        self._found = {patch.site: Verdict(keep=True, reason=_LATE) for patch in patches}
+        self._found = {patch.site: Verdict("kept", _LATE) for patch in patches}
         self._judge.is_trial_step = True
         try:
             yield self._found

@@ -140,7 +140,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @override
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
-        verdict = self._try(patch, args, kwargs) if self._verify else Verdict(keep=True)
+        verdict = self._try(patch, args, kwargs) if self._verify else Verdict("kept")
         if not verdict.keep:
             self._refusals[verdict.reason] += 1
         elif self._planner is not None:
@@ -198,7 +198,7 @@ class MemoryBudget(GradientCheckpointing):
         self.notes.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(schedule.budget_bytes)}: {policies}"
         self.notes.details = schedule.table()
         for site, policy in schedule.policies.items():
-            self.notes.revise(site, Verdict(keep=policy != "keep", reason=_DOES[policy]))
+            self.notes.revise(site, Verdict("refused" if policy == "keep" else "kept", _DOES[policy]))
 
 
 def budget_bytes(plan: MemoryBudgetPlan, device: torch.device) -> int:

@@ -174,7 +174,7 @@ class GradientCheckpointing(Technique):
         with self._tried_when_called() as verdicts:
             yield verdicts
         for site in self._untried:
-            verdicts[site] = Verdict(keep=True, reason="not called on the first step: tried when it is")
+            verdicts[site] = Verdict("kept", "not called on the first step: tried when it is")
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
@@ -194,7 +194,7 @@ class GradientCheckpointing(Technique):
         finally:  # what was found holds, though the step raises later
             for site, verdict in verdicts.items():
                 if not verdict.keep:
-                    self.notes.refuse(site, verdict.reason, verdict.measured)
+                    self.notes.refuse(site, verdict.reason, verdict.measured, verdict.kind)
 
     @contextmanager
     def _tried_when_called(self) -> Iterator[Verdicts]:
@@ -233,13 +233,13 @@ def try_block(
     """Whether the checkpointed call gives the original's numbers, on a few samples perhaps, and nothing stays twice."""
     strange = changeable_argument(args, kwargs)
     if strange is not None:
-        return Verdict(keep=False, reason=f"takes a {strange}, which may not be the same when the block is recomputed")
+        return Verdict("refused", f"takes a {strange}, which may not be the same when the block is recomputed")
     trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if on_few else None)
     found = trial.numbers(Variant(original), Variant(checkpointed), in_other_orders=False)
     if found.failure:
-        return Verdict(keep=False, reason=found.failure, measured=found.measured())
+        return Verdict(found.kind, found.failure, measured=found.measured())
     norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}
     changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
     if changed:
-        return Verdict(keep=False, reason=f"its forward changes {changed[0]!r}, which recomputing would change again")
-    return Verdict(keep=True, measured=found.measured())
+        return Verdict("refused", f"its forward changes {changed[0]!r}, which recomputing would change again")
+    return Verdict("kept", measured=found.measured())

@@ -107,7 +107,7 @@ class Loss(Technique):
         if stage == "train":
             self.notes.refuse(site, why)
         else:
-            self.notes.revise(site, Verdict(keep=True, reason=f"in pieces while training; in {stage} {why}"))
+            self.notes.revise(site, Verdict("kept", f"in pieces while training; in {stage} {why}"))
 
     def _tell(self, measured: Measured) -> None:
         self.notes.measured = together(filter(None, [self.notes.measured, measured]))

@@ -43,6 +43,7 @@ VerdictKind = Literal["kept", "refused", "failed", "untried", "too_dear"]
 
 _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 
+
 @dataclass(frozen=True)
 class Variant:
     """One side of a trial.

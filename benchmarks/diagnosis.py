@@ -32,12 +32,12 @@ from _measure import publish
 from lightning_accel.claims.machine import machine, slug
 from lightning_accel.claims.measure import median_interval
 from lightning_accel.core.host import Host
-from lightning_accel.evidence.compare import Comparison, compare
+from lightning_accel.evidence.compare import RunComparison, compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks, measure_peaks
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.record_reader import read_record
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job, Run
@@ -64,8 +64,8 @@ class Outcome:
 
     fault: Fault
     findings: list[Finding]
-    came: Comparison
-    speed: Interval
+    came: RunComparison
+    speed: RatioInterval
     predictions: list[float]
     traceml: list[str] | None
 
@@ -118,7 +118,7 @@ def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path)
     pairs.sort(key=lambda pair: pair[0])
     _, findings, came = pairs[len(pairs) // 2]
     predictions = [speedup for (speedup, _), _, _ in pairs if speedup]
-    return Outcome(fault, findings, came, Interval(*median_interval(ratios)), predictions, found)
+    return Outcome(fault, findings, came, RatioInterval(*median_interval(ratios)), predictions, found)
 
 
 def _rates(record: Record) -> list[float]:

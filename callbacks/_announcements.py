@@ -30,7 +30,7 @@ def say_of_rank(trainer: Trainer, line: str) -> None:
     rank_zero.log.info(rank_prefixed_message(f"lightning-accel: {line}", rank))
 
 
-class Notes:
+class Announcements:
     """Says each line once in a fit; it raises and warns of nothing."""
 
     def __init__(self, trainer: Trainer) -> None:

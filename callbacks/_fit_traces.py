@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.callbacks._announcements import Notes
+from lightning_accel.callbacks._announcements import Announcements
 from lightning_accel.callbacks._recording import Recording
 from lightning_accel.callbacks._reporting import folder_of
 from lightning_accel.callbacks._slow_steps import SlowSteps
@@ -37,7 +37,7 @@ class FitTraces:
 
     def __init__(self, trainer: Trainer, steps: int | Sequence[int], on: str, at_most: int, files: list[Path]) -> None:
         self._trainer, self._at_most, self._files = trainer, at_most, files
-        self._notes = Notes(trainer)
+        self._notes = Announcements(trainer)
         self._stamp = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}-{os.getpid()}"
         self._recording: Recording | None = None
         self._times = 0

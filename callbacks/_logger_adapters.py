@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_accel.callbacks._epoch import PREFIX
-from lightning_accel.callbacks._outcome import Session
+from lightning_accel.callbacks._outcome import LoggedSession
 from lightning_accel.evidence.figures import pixels
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -57,7 +57,9 @@ class Board(ABC):
         """Files a figure of matplotlib's."""
 
     @abstractmethod
-    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+    def conclude(
+        self, run: LoggedSession, compared: Sequence[LoggedSession], metrics: AbstractSet[str], step: int
+    ) -> None:
         """Files settings and what came of them, and puts charts in groups where it has charts.
 
         ``compared`` is what the run's live trials compared, ``metrics`` the names of all that were logged, ``step`` the
@@ -89,7 +91,9 @@ class TensorBoard(Board):
         self._logger.experiment.add_image(name, pixels(figure), step, dataformats="HWC")
 
     @override
-    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+    def conclude(
+        self, run: LoggedSession, compared: Sequence[LoggedSession], metrics: AbstractSet[str], step: int
+    ) -> None:
         shows_hparams = run.settings and not self._logger.hparams
         with self._below("") as writer:
             writer.add_custom_scalars(_layout(metrics))
@@ -102,7 +106,7 @@ class TensorBoard(Board):
                 else:
                     self._add_scalars(writer, session, step)
 
-    def _add(self, writer: Any, session: Session, step: int) -> None:
+    def _add(self, writer: Any, session: LoggedSession, step: int) -> None:
         # Lightning's logger writes with either of two packages.
         package, _, _ = type(writer).__module__.rpartition(".")
         hparams: Any = import_module(f"{package}.summary").hparams
@@ -110,7 +114,7 @@ class TensorBoard(Board):
             writer.file_writer.add_summary(summary, step)
         self._add_scalars(writer, session, step)
 
-    def _add_scalars(self, writer: Any, session: Session, step: int) -> None:
+    def _add_scalars(self, writer: Any, session: LoggedSession, step: int) -> None:
         for name, value in session.metrics.items():
             writer.add_scalar(name, value, step)
 
@@ -132,7 +136,9 @@ class WeightsAndBiases(Board):
         self._logger.log_image(name, [figure], step=step)
 
     @override
-    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+    def conclude(
+        self, run: LoggedSession, compared: Sequence[LoggedSession], metrics: AbstractSet[str], step: int
+    ) -> None:
         self._logger.experiment.config.update(run.settings, allow_val_change=True)
         self._logger.experiment.summary.update(run.metrics)
         if compared:
@@ -152,7 +158,9 @@ class MLFlow(Board):
         self._logger.experiment.log_figure(self._logger.run_id, figure, f"{name}.png")
 
     @override
-    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+    def conclude(
+        self, run: LoggedSession, compared: Sequence[LoggedSession], metrics: AbstractSet[str], step: int
+    ) -> None:
         self._logger.log_hyperparams(run.settings)
         self._logger.log_metrics(run.metrics, step)
         arms = {session.name: {**session.settings, **session.metrics} for session in compared}
@@ -174,7 +182,9 @@ class Files(Board):
             figure.savefig(path)
 
     @override
-    def conclude(self, run: Session, compared: Sequence[Session], metrics: AbstractSet[str], step: int) -> None:
+    def conclude(
+        self, run: LoggedSession, compared: Sequence[LoggedSession], metrics: AbstractSet[str], step: int
+    ) -> None:
         path = self._path(f"{PREFIX}arms.csv")
         if compared and path is not None:
             with path.open("w", newline="", encoding="utf-8") as file:
@@ -208,7 +218,7 @@ def _layout(metrics: AbstractSet[str]) -> dict[str, dict[str, Any]]:
     return layout
 
 
-def _table(sessions: Iterable[Session]) -> tuple[list[str], list[list[Any]]]:
+def _table(sessions: Iterable[LoggedSession]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows; where a session has no such value, None."""
     rows = [{**session.settings, **session.metrics} for session in sessions]
     header = list(dict.fromkeys(name for row in rows for name in row))

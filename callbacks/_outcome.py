@@ -17,14 +17,14 @@ from lightning_accel.evidence.speed import Speed
 from lightning_accel.evidence.step_breakdown import MemoryPeak
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
 
 
 @dataclass(frozen=True)
-class Session:
+class LoggedSession:
     """Settings, and what came of them."""
 
     name: str  # of what was tried in live trials; empty: the run itself
@@ -43,7 +43,7 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FitOutcome:
     """What is known of a fit at its end, or where it has settled."""
 
     epochs: Sequence[EpochSpeed]  # those that have ended
@@ -62,7 +62,7 @@ class Outcome:
         speed: Speed | None,
         parts_ms: Mapping[str, float],
         memory: MemoryPeak | None = None,
-    ) -> Outcome:
+    ) -> FitOutcome:
         """Of a fit as it stands."""
         tuning, plan = (getattr(trainer.precision_plugin, name, None) for name in ("tuning", "plan"))
         return cls(
@@ -76,7 +76,7 @@ class Outcome:
         )
 
     @property
-    def ratio(self) -> Interval | None:
+    def ratio(self) -> RatioInterval | None:
         """How many times as fast as plain it runs; None where that is not known, and where it runs as plain."""
         tuning = self.tuning
         return None if tuning is None or tuning.whole is None or not tuning.choices else tuning.whole.interval
@@ -129,15 +129,15 @@ class Outcome:
             sizes = {name: size / 2**20 for name, size in self.memory.parts.items()}
             yield Picture(f"{PREFIX}memory", "What was alive at the peak of a step", "MiB", sizes)
 
-    def sessions(self) -> Iterator[Session]:
+    def sessions(self) -> Iterator[LoggedSession]:
         """The run, and everything that its live trials compared."""
         # Without what is off, of which there is much: TensorBoard shows a few columns at first.
         on = {name: value for name, value in (self.settings or {}).items() if value and value != "off"}
         settings = {f"{PREFIX}{name}": _plain(value) for name, value in on.items()}
-        yield Session("", settings, dict(self._metrics()))
+        yield LoggedSession("", settings, dict(self._metrics()))
         for name, result in ({} if self.tuning is None else self.tuning.results).items():
             settings = {f"{PREFIX}compared": name, f"{PREFIX}verdict": result.verdict}
-            yield Session(name, settings, {**_of(result.interval), f"{_RUN}turns": float(result.turns)})
+            yield LoggedSession(name, settings, {**_of(result.interval), f"{_RUN}turns": float(result.turns)})
 
     def _metrics(self) -> Iterator[tuple[str, float]]:
         if self.ratio is not None:
@@ -153,6 +153,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str) else str(value)
 
 
-def _of(interval: Interval) -> dict[str, float]:
+def _of(interval: RatioInterval) -> dict[str, float]:
     bounds = {"speed_ratio": interval.ratio, "speed_ratio_low": interval.low, "speed_ratio_high": interval.high}
     return {f"{_RUN}{name}": value for name, value in bounds.items() if math.isfinite(value)}

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_accel.callbacks._announcements import say
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._logger_adapters import Board, boards_of
-from lightning_accel.callbacks._outcome import Outcome, Picture
+from lightning_accel.callbacks._outcome import FitOutcome, Picture
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.core.ranks import rank_zero_info
@@ -57,21 +57,21 @@ class Teller:
     def settled(self, speed: Speed | None) -> None:
         """Tells the loggers that live trials have settled, and how fast the fit was until then."""
         self._has_settled = True
-        self._attempt(lambda: self._tell(Outcome.of(self._trainer, self.epochs, speed, {})))
+        self._attempt(lambda: self._tell(FitOutcome.of(self._trainer, self.epochs, speed, {})))
 
     def ended(self, record: FitRecord, *, tells_all: bool, draws: bool) -> None:
         """Tells what the fit has come to: loggers more than metrics if ``tells_all``, and figures if it ``draws``."""
         if self.epochs:
             self._attempt(self._tell_end, record, tells_all, draws)
 
-    def _tell(self, outcome: Outcome, record: Path | None = None) -> None:
+    def _tell(self, outcome: FitOutcome, record: Path | None = None) -> None:
         if self._boards:
             text = outcome.markdown(record)
             for board in self._boards:
                 self._attempt(board.text, _SUMMARY, text, self._trainer.global_step)
 
     def _tell_end(self, record: FitRecord, tells_all: bool, draws: bool) -> None:
-        outcome = Outcome.of(self._trainer, self.epochs, record.speed, record.parts_ms, record.memory)
+        outcome = FitOutcome.of(self._trainer, self.epochs, record.speed, record.parts_ms, record.memory)
         step, path = self._trainer.global_step, record.path
         if tells_all:
             self._attempt(self._tell, outcome, path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_accel.callbacks._announcements import Notes
+from lightning_accel.callbacks._announcements import Announcements
 from lightning_accel.callbacks._batch_size import SampleCounter
 from lightning_accel.callbacks._epoch import PREFIX
 from lightning_accel.callbacks._epoch_ends import EpochEnds
@@ -152,7 +152,7 @@ class _FitStats:
         self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, note: Callable[[str, float], None]
     ) -> None:
         self._note = note
-        self._notes = Notes(trainer)
+        self._notes = Announcements(trainer)
         self._world_size = trainer.world_size
         self.card: Card | None = None
         try:

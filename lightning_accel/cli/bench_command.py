@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_accel.cli.bench_runs import RunError, Side, take_turns
+from lightning_accel.cli.bench_runs import RevisionSide, RunError, take_turns
 from lightning_accel.cli.compare_command import (
     COMPARED,
     NOT_COMPARABLE,
@@ -27,7 +27,7 @@ from lightning_accel.cli.revisions import Repository, RevisionError
 from lightning_accel.cli.run_command import complaint_about
 
 if TYPE_CHECKING:
-    from lightning_accel.evidence.run_groups import Bench
+    from lightning_accel.evidence.run_groups import RunGroups
 
 _LIMITS = (("slowest", min), ("fastest", max))
 
@@ -108,7 +108,7 @@ def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> tuple[argp
     return arguments, [*program, *given[divider + 1 :]]
 
 
-def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path) -> tuple[Side, Side]:
+def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path) -> tuple[RevisionSide, RevisionSide]:
     """Runs both; the other revision is gone when this returns.
 
     Raises:
@@ -134,7 +134,7 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
     with repository.checked_out(commit, checkout, arguments.link):
         if not there.is_dir() or (command[0] != "-m" and not (there / command[0]).exists()):
             raise RevisionError(f"{arguments.against} ({commit[:9]}) has no {command[0]!r} in this folder.")
-        a = Side(
+        a = RevisionSide(
             letter="A",
             name=f"{arguments.against} ({commit[:9]})",
             command=[sys.executable, *command],
@@ -142,7 +142,7 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
             environment={**os.environ, "PYTHONPATH": repository.python_path(checkout)},
             elsewhere=repository.root,
         )
-        b = Side(
+        b = RevisionSide(
             letter="B",
             name=f"working tree ({head[:9]}{changes})",
             command=a.command,
@@ -153,19 +153,19 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
     return a, b
 
 
-def _about(found: Bench) -> str:
+def _about(found: RunGroups) -> str:
     count = f"{found.runs} {'run' if found.runs == 1 else 'runs'} of each"
     return f"{count}, intervals of {found.confidence:.1%}" if found.confidence else count
 
 
-def _rows(found: Bench) -> list[tuple[str, str, str, str]]:
+def _rows(found: RunGroups) -> list[tuple[str, str, str, str]]:
     first, *others = rows_of(found)
     a, b = found.each_per_second
     limits = [(f"  {name} run", f"{limit(a):,.4g}", f"{limit(b):,.4g}", "") for name, limit in _LIMITS]
     return [first, *limits, *others]
 
 
-def _markdown(a: Side, b: Side, found: Bench, remarks: Sequence[str]) -> str:
+def _markdown(a: RevisionSide, b: RevisionSide, found: RunGroups, remarks: Sequence[str]) -> str:
     rows = [("", f"A: {a.name}", f"B: {b.name}", "B by A"), ("---", "---", "---", "---"), *_rows(found)]
     table = ["| " + " | ".join(cell.strip().replace("|", "\\|") for cell in row) + " |" for row in rows]
     summary = f"**B trains at {found.speed} the speed of A** ({_about(found)})"

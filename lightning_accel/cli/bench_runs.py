@@ -26,7 +26,7 @@ class RunError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class RevisionSide:
     """One of the two that are compared."""
 
     letter: str  # `"A"` or `"B"`
@@ -74,7 +74,7 @@ class Side:
         return "A checkout holds what git knows. What else both need, such as data, is shared with `--link data`."
 
 
-def take_turns(a: Side, b: Side, runs: int, folder: Path) -> None:
+def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> None:
     """Runs both, A B B A …, after a first run of each that fills caches and does not count. Progress is said.
 
     Raises:

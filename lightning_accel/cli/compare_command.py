@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_accel.evidence.compare import Comparison
+    from lightning_accel.evidence.compare import RunComparison
 
 COMPARED, WORSE, NOT_COMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     return WORSE if worse else COMPARED
 
 
-def judged(found: Comparison, gate: float | None) -> list[str]:
+def judged(found: RunComparison, gate: float | None) -> list[str]:
     """What of B a gate stops; nothing without one.
 
     Raises:
@@ -84,7 +84,7 @@ def judged(found: Comparison, gate: float | None) -> list[str]:
     return [what for what, is_so in (("speed", found.is_slower(gate)), ("memory", found.is_larger(gate))) if is_so]
 
 
-def rows_of(found: Comparison) -> list[tuple[str, str, str, str]]:
+def rows_of(found: RunComparison) -> list[tuple[str, str, str, str]]:
     """What is compared, A's, B's, and B's by A's."""
     from lightning_accel.evidence.speed import rate
 
@@ -112,7 +112,7 @@ def show(rows: Iterable[tuple[str, str, str, str]]) -> None:
     Console(width=max(100, Console().width)).print(table)
 
 
-def remarks_on(found: Comparison, worse: Iterable[str], gate: float | None) -> list[str]:
+def remarks_on(found: RunComparison, worse: Iterable[str], gate: float | None) -> list[str]:
     """What to mind, and what a gate stops."""
     return [*found.remarks, *(f"{what}: B is worse than A by more than {100 * (gate or 0):g}%" for what in worse)]
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, least_devices, memory_per_device
-from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, Optimizer, Precision, Run, decoder_of
+from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, DecoderRun, Optimizer, Precision, decoder_of
 
 # What the CUDA context, NCCL's buffers, and the gaps that an allocator leaves may take is not in the formula.
 USABLE = 0.9
@@ -120,7 +120,7 @@ def show(arguments: argparse.Namespace) -> None:
     console.print(*_advice(plans, run, arguments), sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 
-def _run_of(given: argparse.Namespace) -> Run:
+def _run_of(given: argparse.Namespace) -> DecoderRun:
     decoder = decoder_of(
         given.params,
         layers=given.layers,
@@ -138,7 +138,7 @@ def _run_of(given: argparse.Namespace) -> Run:
     if given.seq_len is not None:
         heads = given.heads or max(1, round(decoder.width / _HEAD_DIM))
         batch = Batch(seq_len=given.seq_len, batch_size=given.batch_size or 1, heads=heads, attention=given.attention)
-    return Run(
+    return DecoderRun(
         decoder=decoder,
         batch=batch,
         precision=given.precision,
@@ -147,7 +147,7 @@ def _run_of(given: argparse.Namespace) -> Run:
     )
 
 
-def _rows(plans: list[DeviceMemory], run: Run) -> dict[str, list[int]]:
+def _rows(plans: list[DeviceMemory], run: DecoderRun) -> dict[str, list[int]]:
     rows = {
         "parameters": [plan.parameters_bytes for plan in plans],
         "gradients": [plan.gradients_bytes for plan in plans],
@@ -160,7 +160,7 @@ def _rows(plans: list[DeviceMemory], run: Run) -> dict[str, list[int]]:
     return rows
 
 
-def _about(run: Run, given: argparse.Namespace) -> list[str]:
+def _about(run: DecoderRun, given: argparse.Namespace) -> list[str]:
     decoder = run.decoder
     guessed = [name for name in ("layers", "width") if getattr(given, name) is None]
     vocab = f", {decoder.vocab:,} words" if decoder.vocab else ""
@@ -176,7 +176,7 @@ def _about(run: Run, given: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _advice(plans: dict[Strategy, DeviceMemory], run: Run, given: argparse.Namespace) -> list[str]:
+def _advice(plans: dict[Strategy, DeviceMemory], run: DecoderRun, given: argparse.Namespace) -> list[str]:
     """The Trainer to write, or what would have to change."""
     if given.memory is None:
         return [_trainer(list(plans)[-1], run, given.gpus), "Give --memory 80GiB, or what there is, to see what fits."]
@@ -195,7 +195,7 @@ def _advice(plans: dict[Strategy, DeviceMemory], run: Run, given: argparse.Names
     return [f"No number of such devices is enough. What helps: {smaller}{recomputed}devices with more memory."]
 
 
-def _trainer(strategy: Strategy, run: Run, devices: int) -> str:
+def _trainer(strategy: Strategy, run: DecoderRun, devices: int) -> str:
     where = f"devices={devices}"
     if devices > _PER_MACHINE and devices % _PER_MACHINE == 0:
         where = f"devices={_PER_MACHINE}, num_nodes={devices // _PER_MACHINE}"

@@ -52,7 +52,7 @@ def is_inside_compiled(model: nn.Module, site: str) -> bool:
     return any(is_compiled(model.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1))
 
 
-class Kind:
+class CompiledKind:
     """Modules that are alike as far as a compiler is concerned, and share what it makes: it is asked once for all.
 
     Args:
@@ -65,7 +65,7 @@ class Kind:
         call: The compiled call, which takes a module first; None before there is any.
     """
 
-    def __init__(self, told: Callable[[Kind], None] = lambda kind: None) -> None:
+    def __init__(self, told: Callable[[CompiledKind], None] = lambda kind: None) -> None:
         self.prepare: Callable[[GraphModule], None] = lambda graph: None
         self.graphs = 0
         self.seconds = 0.0
@@ -94,7 +94,7 @@ def compile_call(
     module: nn.Module,
     options: dict[str, Any],
     prepare: Callable[[GraphModule], None] = lambda graph: None,
-    kind: Kind | None = None,
+    kind: CompiledKind | None = None,
 ) -> None:
     """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
 
@@ -105,7 +105,7 @@ def compile_call(
     For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
     nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
     """
-    kind = kind or Kind()
+    kind = kind or CompiledKind()
     kind.prepare = prepare
 
     def backend(graph: GraphModule, inputs: list[Tensor]) -> Any:

@@ -65,7 +65,7 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class NumbersComparison:
     """What a trial measured.
 
     Attributes:
@@ -93,7 +93,7 @@ class Comparison:
         """What the trial came to, as far as numbers say."""
         return self.cut_short or ("refused" if self.failure else "kept")
 
-    def measured(self, timed: Comparison | None = None) -> Measured:
+    def measured(self, timed: NumbersComparison | None = None) -> Measured:
         """The figures of numbers, and of times where those are another comparison's."""
         timed = timed or self
         return Measured(
@@ -158,7 +158,7 @@ class Trial:
         self._is_warm = False  # whether both sides were called before
         self._unpaid = Stopwatch()
 
-    def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> Comparison:
+    def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> NumbersComparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
 
         The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
@@ -175,12 +175,12 @@ class Trial:
             left_behind.append("its input")
         return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
 
-    def rehearse(self, side: Variant) -> Comparison:
+    def rehearse(self, side: Variant) -> NumbersComparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
         timed = time_calls({0: lambda: self._ready(side)}, self._device)
-        return self._ended(lambda: Comparison(candidate_ms=1e3 * next(timed)[0]))[0]
+        return self._ended(lambda: NumbersComparison(candidate_ms=1e3 * next(timed)[0]))[0]
 
-    def time(self, original: Variant, candidate: Variant) -> Comparison:
+    def time(self, original: Variant, candidate: Variant) -> NumbersComparison:
         """Times both, forward and backward, in turns, and oftener while neither is clearly the faster.
 
         A refusal is for good, where a candidate that is kept meets live trials: it takes two pairs at the least. So do
@@ -188,7 +188,7 @@ class Trial:
         """
         return self._ended(lambda: self._times(original, candidate))[0]
 
-    def _ended(self, tried: Callable[[], Comparison]) -> tuple[Comparison, list[str]]:
+    def _ended(self, tried: Callable[[], NumbersComparison]) -> tuple[NumbersComparison, list[str]]:
         """What came out, and what was found changed; nothing that is raised goes further."""
         left_behind: list[str] = []
         self._unpaid.lap()
@@ -196,9 +196,9 @@ class Trial:
             with isolated(self.module, self._device) as left_behind:
                 found = tried()
         except _TooDearError:
-            found = Comparison(failure=_TOO_DEAR, cut_short="too_dear")
+            found = NumbersComparison(failure=_TOO_DEAR, cut_short="too_dear")
         except Exception as error:
-            found = Comparison(failure=f"failed in its trial: {one_line(error)}", cut_short="failed")
+            found = NumbersComparison(failure=f"failed in its trial: {one_line(error)}", cut_short="failed")
         self._is_warm = True
         self._pay()
         return found, left_behind
@@ -214,7 +214,7 @@ class Trial:
         if self.purse is not None and not self.purse.can_pay(times * self._pay()):
             raise _TooDearError
 
-    def _times(self, original: Variant, candidate: Variant) -> Comparison:
+    def _times(self, original: Variant, candidate: Variant) -> NumbersComparison:
         before, after = math.inf, math.inf
         least = MIN_PAIRS if self._is_warm else 2
         most = min(MAX_PAIRS, max(self.max_pairs, least))
@@ -225,7 +225,7 @@ class Trial:
             is_faster, is_slower = after < (1 - CLEARLY) * before, before < (1 - CLEARLY) * after
             if pairs >= least and (is_faster or (is_slower and pairs > 1)):
                 break
-        return Comparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
+        return NumbersComparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
 
     @contextmanager
     def _ready(self, side: Variant) -> Iterator[Callable[[], object]]:
@@ -240,7 +240,7 @@ class Trial:
 
     # -- numbers -----------------------------------------------------------------------------------------------
 
-    def _by_rounding(self, original: Variant, candidate: Variant) -> Comparison:
+    def _by_rounding(self, original: Variant, candidate: Variant) -> NumbersComparison:
         args, kwargs = self.args, self.kwargs
         if self.samples is not None:
             with original.state(), self._streams():
@@ -249,7 +249,7 @@ class Trial:
         found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
         return replace(found, failure=found.failure or otherwise)
 
-    def _by_spread(self, original: Variant, candidate: Variant) -> Comparison:
+    def _by_spread(self, original: Variant, candidate: Variant) -> NumbersComparison:
         with self._without_dropout() as dropped:
             with original.state(), self._streams():
                 args, kwargs = self._samples(original.call)
@@ -372,14 +372,14 @@ class Trial:
 
     # -- verdicts ----------------------------------------------------------------------------------------------
 
-    def _judge(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> Comparison:
+    def _judge(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> NumbersComparison:
         """Whether the candidate is within the spread of the original."""
         if [t.shape for t in actual] != [t.shape for t in expected]:
-            return Comparison(failure="returns tensors of other shapes than the original")
+            return NumbersComparison(failure="returns tensors of other shapes than the original")
         if not expected:
-            return Comparison(failure="returns no tensors that could be compared with the original's")
+            return NumbersComparison(failure="returns no tensors that could be compared with the original's")
         found, failure = measuring.judged(actual)
-        return Comparison(
+        return NumbersComparison(
             failure=failure,
             error=found.noise,
             spread=measuring.spread,

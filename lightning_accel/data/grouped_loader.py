@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_accel.data.lengths import UncountedError, lengths_of
 from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.worker_epoch import rebuilt
-from lightning_accel.data.worker_schedule import Workers
+from lightning_accel.data.worker_schedule import LoaderWorkers
 
 _WINDOW = 50  # batches; so that an epoch stays random, a quarter of it at most
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -172,7 +172,7 @@ class _Grouping:
             return
         own = self.loader
         assert isinstance(own.batch_sampler, BatchSampler)
-        workers = Workers(own.num_workers, own.prefetch_factor or 2, own.persistent_workers)
+        workers = LoaderWorkers(own.num_workers, own.prefetch_factor or 2, own.persistent_workers)
         self._grouped = rebuilt(own, GroupedBatches(own.batch_sampler, lengths), workers, own.generator)
         self._num_samples = len(lengths)
         self._tell(f"samples of {shortest} to {longest} tokens grouped by length, {_WINDOW} batches at a time", True)

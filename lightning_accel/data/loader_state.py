@@ -39,7 +39,7 @@ def state_of(*parts: Any) -> bytes:
     """
     digest = _Digest()
     try:
-        _Reader(digest, protocol=5).dump(parts)
+        _StateReader(digest, protocol=5).dump(parts)
     except UnreadableError:
         raise
     except Exception as error:
@@ -70,7 +70,7 @@ class _Digest(io.RawIOBase):
         return self._hash.digest()
 
 
-class _Reader(cloudpickle.Pickler):  # type: ignore[misc]
+class _StateReader(cloudpickle.Pickler):  # type: ignore[misc]
     def persistent_id(self, thing: Any) -> Any:
         """In place of what is not to be copied."""
         if isinstance(thing, Tensor):

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_accel.data.chain import Preprocess
 from lightning_accel.data.loader_proxy import StandIn
-from lightning_accel.data.pipeline_iteration import Iteration, Progress, Run
+from lightning_accel.data.pipeline_iteration import Iteration, PipelineRun, Progress
 from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, StreamLane
 from lightning_accel.data.position import Position
 from lightning_accel.data.transform import Transform
@@ -124,7 +124,7 @@ class DevicePipeline(StandIn):
             for earlier in list(sharing):
                 earlier.settle()
         source = iter(inner.loader)
-        run = Run(
+        run = PipelineRun(
             source,
             self._lane(),
             inner.position,
@@ -176,7 +176,7 @@ class StatefulDevicePipeline(DevicePipeline):
 
 
 # Runs over loaders whose iterator outlives an epoch.
-_SHARING: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Run]] = weakref.WeakKeyDictionary()
+_SHARING: weakref.WeakKeyDictionary[Any, weakref.WeakSet[PipelineRun]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True)

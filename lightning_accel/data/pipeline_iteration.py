@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from lightning_accel.core.clocks import Stopwatch
-from lightning_accel.data.pipeline_lanes import Job, Lane
+from lightning_accel.data.pipeline_lanes import BatchJob, Lane
 from lightning_accel.data.position import Position
 
 THREAD_NAME = "lightning-accel-pipeline"
@@ -35,7 +35,7 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Run:
+class PipelineRun:
     """Fetches, prepares and hands out batches in order."""
 
     source: Iterator[Any] | None
@@ -47,8 +47,8 @@ class Run:
     before: Progress = field(default_factory=Progress)  # how far the run before this one came
     progress: Progress = field(default_factory=Progress, init=False)
     _position: Position | None = field(default=None, init=False)  # of the next batch
-    _jobs: deque[Job] = field(default_factory=deque, init=False)  # in order, the next to be handed out first
-    _inbox: queue.SimpleQueue[Job | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _jobs: deque[BatchJob] = field(default_factory=deque, init=False)  # in order, the next to be handed out first
+    _inbox: queue.SimpleQueue[BatchJob | None] = field(default_factory=queue.SimpleQueue, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _is_exhausted: bool = field(default=False, init=False)
     _is_stopped: bool = field(default=False, init=False)
@@ -105,7 +105,7 @@ class Run:
             # fetches one early where it knows no length.
             position = position.ahead(1) if position == self.before.position else position
         self._position = position.ahead(1)
-        job = Job(position)
+        job = BatchJob(position)
         if not self.in_background:
             self._fetch(job)
             if job.error is not None:
@@ -123,7 +123,7 @@ class Run:
         self._jobs.append(job)
         self._inbox.put(job)
 
-    def _fetch(self, job: Job) -> None:
+    def _fetch(self, job: BatchJob) -> None:
         assert self.source is not None
         stopwatch = Stopwatch()
         try:
@@ -160,7 +160,7 @@ class Run:
             done.set()
         self.lane.close()
 
-    def _end(self, job: Job) -> NoReturn:
+    def _end(self, job: BatchJob) -> NoReturn:
         """Stops, and raises what stands in place of the batch."""
         error, job.error = job.error, None
         assert error is not None
@@ -176,7 +176,7 @@ class Run:
 class Iteration(Iterator[Any]):
     """The consumer's end of a run, which stops when this is closed, dropped, or at its end."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: PipelineRun) -> None:
         self._run = run
         # The thread knows the run, and nothing that the run knows knows this.
         self._finalizer = weakref.finalize(self, run.stop)

@@ -27,7 +27,7 @@ class BatchTransform(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class BatchJob:
     """One batch on its way. All is complete once ``done``."""
 
     position: Position
@@ -60,7 +60,7 @@ class Lane:
         """Around :meth:`prepare`."""
         return nullcontext()
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: BatchJob) -> None:
         """Moves and preprocesses the batch that was fetched."""
         preprocess, batch, job.batch = self._preprocess, job.batch, None
         if preprocess is not None and preprocess.on_host:
@@ -70,14 +70,14 @@ class Lane:
             batch = preprocess(batch, job.position)
         job.batch = batch
 
-    def hand_out(self, job: Job) -> Any:
+    def hand_out(self, job: BatchJob) -> Any:
         """The batch, for use from here on by what the consumer's thread asks of the device."""
         return job.batch
 
     def close(self) -> None:
         """Sees what is under way to its end, and lets go of all memory."""
 
-    def _moved(self, batch: Any, job: Job) -> Any:
+    def _moved(self, batch: Any, job: BatchJob) -> Any:
         # Never non_blocking: https://github.com/pytorch/pytorch/issues/83015 (on MPS the copy reads freed memory).
         return batch if self._device.type == "cpu" else move_plainly(batch, self._device)
 
@@ -107,12 +107,12 @@ class StreamLane(Lane):
         return torch.cuda.stream(self._side)
 
     @override
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: BatchJob) -> None:
         super().prepare(job)
         job.over = current_mark()
 
     @override
-    def hand_out(self, job: Job) -> Any:
+    def hand_out(self, job: BatchJob) -> Any:
         assert job.over is not None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(job.over)
@@ -128,7 +128,7 @@ class StreamLane(Lane):
         self._stager.close()
 
     @override
-    def _moved(self, batch: Any, job: Job) -> Any:
+    def _moved(self, batch: Any, job: BatchJob) -> Any:
         for mark in job.after:
             self._side.wait_event(mark)
         moved, job.arrived = self._stager.move(batch)

@@ -26,7 +26,7 @@ from lightning_accel.data.loader_epoch import Data, LoaderEpoch, OwnEpoch
 from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.loader_state import UnreadableError
 from lightning_accel.data.worker_epoch import LoadingProcesses, start_method
-from lightning_accel.data.worker_schedule import LEAST_WAIT, Cost, Workers, course
+from lightning_accel.data.worker_schedule import LEAST_WAIT, LoaderWorkers, WorkerCost, course
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
@@ -107,7 +107,7 @@ class _Tuning:
         pins: bool,
     ) -> None:
         self.loader, self._tell, self._objection = loader, tell, objection
-        self._users = Workers(loader.num_workers, loader.prefetch_factor or 2)
+        self._users = LoaderWorkers(loader.num_workers, loader.prefetch_factor or 2)
         self._course = course(self._users, cores)
         self._workers = next(self._course)
         self._is_settled = False
@@ -182,11 +182,11 @@ class _Tuning:
         else:
             self._tell(f"{self._workers}{'' if self._is_settled else ' on trial'}; with {self._users} {waiting}", True)
 
-    def _cost(self, epoch: LoaderEpoch) -> Cost:
+    def _cost(self, epoch: LoaderEpoch) -> WorkerCost:
         self._timeline.settle()
         tally = self._tally
         # The median of the steps: some of the first are on trial, and validations fall into others.
         step_ms, wait_ms = statistics.median(tally.step_ms), sum(tally.wait_ms) / len(tally.step_ms)
         whole_ms = step_ms + wait_ms
         start_ms = epoch.first_s * 1e3 / len(tally.step_ms)
-        return Cost(whole_ms / 1e3, wait_ms / whole_ms, start_ms / whole_ms)
+        return WorkerCost(whole_ms / 1e3, wait_ms / whole_ms, start_ms / whole_ms)

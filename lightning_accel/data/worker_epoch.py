@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.worker_schedule import Workers
+from lightning_accel.data.worker_schedule import LoaderWorkers
 
 _PATIENCE_S = 120.0  # for a batch: a worker that was forked while somebody held a lock never answers
 
@@ -30,11 +30,11 @@ class LoadingProcesses:
         self._kept_for: object = None
         self._walk: weakref.ref[_Walk] | None = None  # the latest over what is kept
 
-    def like_users(self, workers: Workers) -> Iterator[Any]:
+    def like_users(self, workers: LoaderWorkers) -> Iterator[Any]:
         """An epoch with as many workers as the user has, which draw the same random numbers."""
         return iter(self._rebuilt(self._indices(), workers, self._loader.generator))
 
-    def beside(self, workers: Workers, state: bytes, failed: Callable[[Exception], Any]) -> Iterator[Any]:
+    def beside(self, workers: LoaderWorkers, state: bytes, failed: Callable[[Exception], Any]) -> Iterator[Any]:
         """An epoch with workers where the user has none.
 
         Workers that are kept have a copy of one ``state`` of the data. ``failed`` is told of a worker's error, after
@@ -53,7 +53,7 @@ class LoadingProcesses:
     def _indices(self) -> Iterator[Any]:
         return iter(self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler)
 
-    def _begun(self, walk: _Walk, order: _Order, *, workers: Workers, state: bytes) -> Iterator[Any]:
+    def _begun(self, walk: _Walk, order: _Order, *, workers: LoaderWorkers, state: bytes) -> Iterator[Any]:
         if not workers.is_kept:
             self._kept = None
             return _iterated(self._rebuilt(order, workers, torch.Generator()))
@@ -67,16 +67,18 @@ class LoadingProcesses:
 
     def _in_process(self, order: Iterator[Any]) -> Iterator[Any]:
         self._kept = None
-        return iter(self._rebuilt(order, Workers(), torch.Generator()))
+        return iter(self._rebuilt(order, LoaderWorkers(), torch.Generator()))
 
-    def _rebuilt(self, order: Iterable[Any], workers: Workers, generator: torch.Generator | None) -> DataLoader[Any]:
+    def _rebuilt(
+        self, order: Iterable[Any], workers: LoaderWorkers, generator: torch.Generator | None
+    ) -> DataLoader[Any]:
         return rebuilt(self._loader, order, workers, generator, pins=self._pins)
 
 
 def rebuilt(
     loader: DataLoader[Any],
     order: Iterable[Any],
-    workers: Workers,
+    workers: LoaderWorkers,
     generator: torch.Generator | None,
     *,
     pins: bool = False,

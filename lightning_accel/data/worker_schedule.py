@@ -14,7 +14,7 @@ _MORE_PREFETCH = 4
 
 
 @dataclass(frozen=True)
-class Workers:
+class LoaderWorkers:
     """How a loader loads."""
 
     count: int = 0  # in how many processes; 0: in that of the training
@@ -29,7 +29,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Cost:
+class WorkerCost:
     """What an epoch took."""
 
     batch_s: float  # seconds from batch to batch, waiting included
@@ -42,11 +42,11 @@ class Cost:
         return self.batch_s * (1 - self.start)
 
 
-Course = Generator[Workers, Cost, Workers]
+Course = Generator[LoaderWorkers, WorkerCost, LoaderWorkers]
 """Yields what the next epoch is to load with, is sent what that took, and returns what to stay with."""
 
 
-def course(own: Workers, cores: int) -> Course:
+def course(own: LoaderWorkers, cores: int) -> Course:
     """Workers are added while that is faster, then kept, then given more batches to have ready.
 
     Where the user has workers already, their number stays: what they draw at random cannot be seen from here.
@@ -81,5 +81,5 @@ def course(own: Workers, cores: int) -> Course:
     return best if best == own or _is_faster(cost, before) else own
 
 
-def _is_faster(one: Cost, other: Cost) -> bool:
+def _is_faster(one: WorkerCost, other: WorkerCost) -> bool:
     return one.batch_s < _FASTER * other.batch_s

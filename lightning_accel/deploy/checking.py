@@ -15,7 +15,7 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.agreement import Judge, differs
 from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in_words, users_line_of
 from lightning_accel.deploy.first_divergence import first_off
-from lightning_accel.deploy.forms import Captured, Form, inputs_of
+from lightning_accel.deploy.forms import Captured, ExportForm, inputs_of
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
 from lightning_accel.deploy.losses import is_finite
@@ -48,7 +48,7 @@ class Check:
     original: nn.Module
     arguments: Arguments  # the example
     dynamic: Dynamic  # as asked for
-    form: Form  # what was written
+    form: ExportForm  # what was written
     judge: Judge  # says how a form is off
 
     def example(self) -> None:

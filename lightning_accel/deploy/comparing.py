@@ -32,7 +32,7 @@ from lightning_accel.deploy.losses import measure_of
 from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
 from lightning_accel.deploy.turns import Latency
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 
 BATCH_SIZES = (1, 8, 32)
 MAX_DROP = 0.01
@@ -44,7 +44,7 @@ _ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
-class Measured:
+class FormMeasurement:
     """One form.
 
     Attributes:
@@ -60,7 +60,7 @@ class Measured:
     """
 
     latency: Latency
-    speedup: Interval
+    speedup: RatioInterval
     samples_per_sec: Mapping[int, float]
     first_call_ms: float
     disk_bytes: int
@@ -86,7 +86,7 @@ class Comparison:
         why: In words.
     """
 
-    forms: Mapping[str, Measured]
+    forms: Mapping[str, FormMeasurement]
     left_out: Mapping[str, str]
     max_drop: float
     recommended: str
@@ -215,7 +215,7 @@ def _measured(
     batch_sizes: Sequence[int],
     seconds: float,
     device: torch.device,
-) -> dict[str, Measured]:
+) -> dict[str, FormMeasurement]:
     batched = dimensions_of(first, "batch")
     calls = {name: candidate.call for name, candidate in candidates.items()}
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
@@ -229,9 +229,9 @@ def _measured(
                 per_second[name][size] = turns.per_second(times, size)
         spent = spent or found
     return {
-        name: Measured(
+        name: FormMeasurement(
             latency=turns.latency_of(spent[name]),
-            speedup=turns.speedup_of(spent[EAGER], spent[name]) if name != EAGER else Interval(1.0, 1.0, 1.0),
+            speedup=turns.speedup_of(spent[EAGER], spent[name]) if name != EAGER else RatioInterval(1.0, 1.0, 1.0),
             samples_per_sec=per_second[name],
             first_call_ms=candidate.first_call_ms,
             disk_bytes=candidate.disk_bytes,
@@ -254,7 +254,7 @@ def _takes(call: Any, arguments: Arguments) -> bool:
     return True
 
 
-def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, str]:
+def _recommended(forms: Mapping[str, FormMeasurement], max_drop: float) -> tuple[str, str]:
     exact = {name: form for name, form in forms.items() if not form.drops_more_than(max_drop)}
     faster = {name: form for name, form in exact.items() if form.speedup.low > 1}
     if not faster:

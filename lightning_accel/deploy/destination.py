@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lightning_accel.core.atomic_write import is_special
 from lightning_accel.deploy.combinations import Numbers
-from lightning_accel.deploy.forms import FORMS, Form
+from lightning_accel.deploy.forms import FORMS, ExportForm
 
 
-def target_of(path: str | Path | None, form: Form, numbers: Numbers) -> Path:
+def target_of(path: str | Path | None, form: ExportForm, numbers: Numbers) -> Path:
     """The file to be written; by default ``model``, in the working folder, with what tells it from other forms.
 
     Raises:

@@ -22,7 +22,7 @@ from lightning_accel.deploy.checking import Check, label
 from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precision, check_held, forms_with
 from lightning_accel.deploy.destination import beside, put, target_of
 from lightning_accel.deploy.errors import ExportError, failing_node, in_words, users_line_in, users_line_of
-from lightning_accel.deploy.forms import FORMS, Captured, Form
+from lightning_accel.deploy.forms import FORMS, Captured, ExportForm
 from lightning_accel.deploy.half import DTYPES, HalfPrecision
 from lightning_accel.deploy.inputs import arguments_of, positions, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
@@ -198,7 +198,7 @@ def _numbers_of(model: nn.Module | Quantized, precision: Precision) -> Numbers:
     return model.mode
 
 
-def _write(kind: Form, captured: Captured, path: Path) -> None:
+def _write(kind: ExportForm, captured: Captured, path: Path) -> None:
     try:
         kind.write(captured, path)
     except OSError:

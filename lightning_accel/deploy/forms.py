@@ -28,7 +28,7 @@ from lightning_accel.deploy.fused_attention import fuse_attention
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import MissingPackageError
 from lightning_accel.deploy.int8_onnx import in_onnx
-from lightning_accel.deploy.sessions import Session
+from lightning_accel.deploy.sessions import FileSession
 from lightning_accel.deploy.shapes import Dimension, as_torch_wants
 from lightning_accel.deploy.tracing import traced
 
@@ -62,7 +62,7 @@ class Captured:
         return program, fuse_attention(program) if self.fuses_attention else 0
 
 
-class Form(ABC):
+class ExportForm(ABC):
     """One form."""
 
     name: str  # as users write it
@@ -94,7 +94,7 @@ class Form(ABC):
         """What was written, to be called as the model is."""
 
 
-class Pt2(Form):
+class Pt2(ExportForm):
     """Torch's own: a graph in a file, which any torch of this version or later runs, compiles or lowers."""
 
     name, ending, needs_ending = "pt2", ".pt2", True
@@ -108,7 +108,7 @@ class Pt2(Form):
         return torch.export.load(path).module()
 
 
-class Aoti(Form):
+class Aoti(ExportForm):
     """Compiled ahead of time by TorchInductor for this kind of processor or GPU; runs without Python, from C++ too."""
 
     name, ending, needs_ending = "aoti", ".pt2", True
@@ -128,7 +128,7 @@ class Aoti(Form):
         return load_package(path)
 
 
-class TorchScript(Form):
+class TorchScript(ExportForm):
     """Traced and frozen; deprecated by torch; takes layers in INT8 as ``quantize`` makes them."""
 
     name, ending, has_graph = "torchscript", ".ts", False
@@ -147,7 +147,7 @@ class TorchScript(Form):
         return loaded
 
 
-class Onnx(Form):
+class Onnx(ExportForm):
     """For whatever reads ONNX; checked by ONNX Runtime, with CUDA or TensorRT where it has them."""
 
     name, ending = "onnx", ".onnx"
@@ -175,10 +175,10 @@ class Onnx(Form):
         options.intra_op_num_threads = torch.get_num_threads()
         providers = [*(one for one in wanted if one in has), "CPUExecutionProvider"]
         session = runtime.InferenceSession(str(path), options, providers=providers)
-        return Session([entry.name for entry in session.get_inputs()], lambda feeds: session.run(None, feeds))
+        return FileSession([entry.name for entry in session.get_inputs()], lambda feeds: session.run(None, feeds))
 
 
-class OpenVino(Form):
+class OpenVino(ExportForm):
     """For OpenVINO, on Intel's processors and GPUs: an ``.xml`` and, beside it, a ``.bin``."""
 
     name, ending, needs_ending = "openvino", ".xml", True
@@ -207,10 +207,10 @@ class OpenVino(Form):
             found = compiled(feeds)
             return [found[output].copy() for output in compiled.outputs]
 
-        return Session([entry.any_name for entry in compiled.inputs], run)
+        return FileSession([entry.any_name for entry in compiled.inputs], run)
 
 
-class TensorRT(Form):
+class TensorRT(ExportForm):
     """Engines for an NVIDIA GPU by Torch-TensorRT, in torch's own file; what TensorRT cannot do stays torch's."""
 
     name, ending = "tensorrt", ".ep"
@@ -235,7 +235,9 @@ class TensorRT(Form):
         return torch.export.load(path).module()
 
 
-FORMS: dict[str, Form] = {form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())}
+FORMS: dict[str, ExportForm] = {
+    form.name: form for form in (Pt2(), Aoti(), Onnx(), TensorRT(), TorchScript(), OpenVino())
+}
 
 
 def user_inputs_of(program: ExportedProgram) -> list[fx.Node]:

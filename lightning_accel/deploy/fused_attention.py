@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from lightning_accel.techniques.flash_attention.form import Edit, Form
+from lightning_accel.techniques.flash_attention.form import AttentionForm, Edit
 from lightning_accel.techniques.flash_attention.graph import equal_sizes, value
 from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 from lightning_accel.techniques.flash_attention.match import find_attention
@@ -42,7 +42,7 @@ def fuse_attention(program: ExportedProgram) -> int:
     return replaced
 
 
-def _is_plain(form: Form) -> bool:
+def _is_plain(form: AttentionForm) -> bool:
     parts = (form.query, form.key, form.value)
     kinds = [edit.kind for edit in form.edits]
     masks = [edit for edit in form.edits if edit.kind not in ("multiply", "divide")]
@@ -64,7 +64,7 @@ def _is_mask(edit: Edit, dtype: torch.dtype) -> bool:
     return edit.kind in ("keep", "hide") and edit.fill <= HIDES_BELOW and value(edit.by).dtype == torch.bool
 
 
-def _replace(graph: Graph, form: Form) -> None:
+def _replace(graph: Graph, form: AttentionForm) -> None:
     last, scale, mask, kept, fill = form.last, 1.0, None, None, -math.inf
     with graph.inserting_before(last):
         q, k, v = (_permuted(graph, last, *part) for part in (form.query, form.key, form.value))

@@ -23,7 +23,7 @@ from lightning_accel.deploy.errors import QuantizeError
 from lightning_accel.deploy.halving import halved
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
 from lightning_accel.deploy.losses import is_finite, measure_of, outputs_of, percent, worst
-from lightning_accel.deploy.restoring import Trial
+from lightning_accel.deploy.restoring import LayerTrial
 
 MAX_ERROR = 0.05
 CALIBRATION_BATCHES = 32
@@ -167,7 +167,7 @@ def _in_int8(
             raise
         except Exception as why:  # a size for which there is no kernel
             kept[name] = f"could not be converted: {one_line(why)}"
-    trial = Trial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
+    trial = LayerTrial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
     trial.put(converted)
     if not calls:
         return trial.model, 0.0, list(converted), kept

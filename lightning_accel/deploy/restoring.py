@@ -13,7 +13,7 @@ from lightning_accel.deploy.int8 import exchanged, without_deprecations
 from lightning_accel.deploy.losses import percent, worst
 
 
-class Trial:
+class LayerTrial:
     """A model of which layers are in INT8 or in float, and what that costs.
 
     The model is edited in place; what it is then, :attr:`model` has.

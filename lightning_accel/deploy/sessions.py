@@ -16,7 +16,7 @@ from lightning_accel.ops.arrays import tensor_as_numpy
 _CONSTANTS = (bool, int, float, complex, str)
 
 
-class Session:
+class FileSession:
     """A library's session that takes and returns tensors: ``run`` has arrays by names, in the order of the model's."""
 
     def __init__(self, names: Sequence[str], run: Callable[[dict[str, Any]], Sequence[Any]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.time_calls import time_calls
 from lightning_accel.deploy.inputs import Arguments
-from lightning_accel.tuning.pairs import Interval, PairTest
+from lightning_accel.tuning.pairs import PairTest, RatioInterval
 
 Call = Callable[..., Any]
 
@@ -77,7 +77,7 @@ def latency_of(seconds: Sequence[float]) -> Latency:
     return Latency(p50, p95, p99, len(seconds))
 
 
-def speedup_of(original: Sequence[float], candidate: Sequence[float]) -> Interval:
+def speedup_of(original: Sequence[float], candidate: Sequence[float]) -> RatioInterval:
     """How many times as fast a candidate is, by pairs of neighbours and the tuner's test."""
     test = PairTest(_ALPHA)
     for pair in zip(original, candidate, strict=True):

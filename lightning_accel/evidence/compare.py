@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import BEGINNING, FEWEST, Piece, know_samples, late, mean_ms, per_second
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 
 BLOCKS = 10
 """Of each run; of fewer pieces than that, no interval is told."""
@@ -31,10 +31,10 @@ class NotComparableError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """B beside A."""
 
-    speed: Interval  # how many times as fast B trains, per sample where both know their samples, else per step
+    speed: RatioInterval  # how many times as fast B trains, per sample where both know their samples, else per step
     unit: str  # `"samples"` or `"steps"`
     # Of A and of B, in that unit: samples of all ranks, steps of one, as the ranks step together.
     per_second: tuple[float, float]
@@ -82,13 +82,13 @@ class Comparison:
         }
 
 
-def interval_to_dict(interval: Interval) -> dict[str, Any]:
+def interval_to_dict(interval: RatioInterval) -> dict[str, Any]:
     """As plain values; JSON has no infinity."""
     high = None if math.isinf(interval.high) else interval.high
     return {"ratio": interval.ratio, "interval": [interval.low, high]}
 
 
-def compare(a: Record, b: Record) -> Comparison:
+def compare(a: Record, b: Record) -> RunComparison:
     """B beside A.
 
     Raises:
@@ -118,7 +118,7 @@ def compare(a: Record, b: Record) -> Comparison:
     if not has_memory:
         why = "they were not measured alike" if all(memory) else "not every run has a completed epoch"
         remarks.append(f"the peaks of memory are not compared: {why}")
-    return Comparison(
+    return RunComparison(
         speed=_interval(b_speed.per_second / a_speed.per_second, a_blocks, b_blocks),
         unit=a_speed.unit,
         per_second=(a_speed.per_second, b_speed.per_second),
@@ -133,12 +133,12 @@ def compare(a: Record, b: Record) -> Comparison:
     )
 
 
-def _interval(ratio: float, a_ms: list[float], b_ms: list[float]) -> Interval:
+def _interval(ratio: float, a_ms: list[float], b_ms: list[float]) -> RatioInterval:
     """Of a ratio of means, by the means of blocks of either."""
     if min(len(a_ms), len(b_ms)) < BLOCKS:
-        return Interval(ratio, 0.0, math.inf)
+        return RatioInterval(ratio, 0.0, math.inf)
     error = math.sqrt(sum((statistics.stdev(ms) / statistics.fmean(ms)) ** 2 / len(ms) for ms in (a_ms, b_ms)))
-    return Interval(ratio, ratio * math.exp(-_T * error), ratio * math.exp(_T * error))
+    return RatioInterval(ratio, ratio * math.exp(-_T * error), ratio * math.exp(_T * error))
 
 
 def _check(a: Record, b: Record) -> None:

@@ -25,7 +25,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What became of a prediction.
 
     Attributes:
@@ -146,7 +146,7 @@ def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
 
 def outcomes_of(
     record: Record, findings: Sequence[Finding], earlier: Sequence[Record], peaks: Peaks | None
-) -> Iterator[Outcome]:
+) -> Iterator[RunOutcome]:
     """What came of predictions that earlier runs were given."""
     now = {finding.name for finding in findings}
     for before in earlier:
@@ -160,7 +160,7 @@ def outcomes_of(
         if speed is None:
             continue
         for one in done:
-            yield Outcome(
+            yield RunOutcome(
                 finding=one.says,
                 predicted=one.speedup or 1.0,
                 measured=str(speed),

@@ -12,7 +12,7 @@ from lightning_accel.evidence import phase_names
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.headline import (
     MALFORMED,
-    Outcome,
+    RunOutcome,
     headline_of,
     outcomes_of,
     settings_of,
@@ -27,7 +27,7 @@ from lightning_accel.evidence.run_history import Curve, curves_of, epochs_of, nu
 from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.speed import BEGINNING, speed_of
 from lightning_accel.evidence.step_breakdown import LayoutCopy
-from lightning_accel.evidence.technique_summary import Trial, Tried, trials_of, tried_of
+from lightning_accel.evidence.technique_summary import TrialSummary, Tried, trials_of, tried_of
 
 FORMAT = 1
 _MOST_LINES = 20  # of copies and of waits
@@ -74,14 +74,14 @@ class Page:
     speed: str
     settings: dict[str, str]
     findings: list[Finding]
-    outcomes: list[Outcome]
+    outcomes: list[RunOutcome]
     step_ms: float
     looked_at: int
     parts_ms: dict[str, float]
     rule: str
     modules: Node | None
     operations: int
-    trials: list[Trial]
+    trials: list[TrialSummary]
     settled_step: int | None
     techniques: list[Tried]
     memory: MemoryUse

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_accel.evidence.compare import (
-    Comparison,
     NotComparableError,
+    RunComparison,
     compare,
     interval_to_dict,
 )
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import know_samples, late, per_second
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 
 FEWEST_RUNS = 4
 """Of each: of fewer, no interval is told."""
@@ -42,13 +42,13 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(Comparison):
+class RunGroups(RunComparison):
     """Runs of B beside runs of A: medians over the runs (means, of what a step's time goes to, so that it adds up)."""
 
     runs: int  # how many there are of each
     confidence: float  # of the intervals, between 0.95 and 1; 0.0: too few runs for one
     each_per_second: tuple[list[float], list[float]]  # of the runs of A and of B, in their order
-    memory: Interval | None  # how many times as much B needs; None as `memory_mib`
+    memory: RatioInterval | None  # how many times as much B needs; None as `memory_mib`
     # By how much B's loss is above A's: estimate, low, high; None as `losses`.
     loss_shift: tuple[float, float, float] | None
 
@@ -79,7 +79,7 @@ class Bench(Comparison):
         return {"runs": self.runs, "confidence": self.confidence, **found}
 
 
-def bench(a: Sequence[Record], b: Sequence[Record]) -> Bench:
+def bench(a: Sequence[Record], b: Sequence[Record]) -> RunGroups:
     """Runs of B beside as many of A, in the order in which they ran.
 
     Raises:
@@ -102,7 +102,7 @@ def bench(a: Sequence[Record], b: Sequence[Record]) -> Bench:
     memory = _medians(peaks) if len(peaks) == len(pairs) else None
     losses = [pair.losses for pair in pairs if pair.losses]
     has_losses = len(losses) == len(pairs) and len({pair.loss_step for pair in pairs}) == 1
-    return Bench(
+    return RunGroups(
         runs=len(pairs),
         confidence=interval_rank(len(a), len(b))[1],
         speed=_ratio(each_a, each_b),
@@ -160,17 +160,17 @@ def orders_by_wins(count_a: int, count_b: int) -> list[int]:
     return orders
 
 
-def _ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
+def _ratio(a: Sequence[float], b: Sequence[float]) -> RatioInterval:
     """B's numbers by A's."""
     middle, low, high = shift_of([math.log(one) for one in a], [math.log(one) for one in b])
-    return Interval(math.exp(middle), math.exp(low), math.exp(high))
+    return RatioInterval(math.exp(middle), math.exp(low), math.exp(high))
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
 
 
-def _mean_parts(pairs: Sequence[Comparison]) -> dict[str, tuple[float, float]]:
+def _mean_parts(pairs: Sequence[RunComparison]) -> dict[str, tuple[float, float]]:
     """Of all pairs; nothing where one has none."""
     if not all(pair.parts_ms for pair in pairs):
         return {}
@@ -179,7 +179,7 @@ def _mean_parts(pairs: Sequence[Comparison]) -> dict[str, tuple[float, float]]:
     return {part: (statistics.fmean(a for a, _ in ms), statistics.fmean(b for _, b in ms)) for part, ms in each.items()}
 
 
-def _remarks(a: Sequence[Record], b: Sequence[Record], pairs: Sequence[Comparison]) -> list[str]:
+def _remarks(a: Sequence[Record], b: Sequence[Record], pairs: Sequence[RunComparison]) -> list[str]:
     found = []
     if not interval_rank(len(a), len(b))[0]:
         found.append(f"too few runs for an interval of 95%, which takes {FEWEST_RUNS} of each")

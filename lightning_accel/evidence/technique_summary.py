@@ -22,7 +22,7 @@ _MOST_SITES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TrialSummary:
     """What one live trial has come to.
 
     Attributes:
@@ -47,7 +47,7 @@ class Trial:
     peak_bytes_without: int | None = None
     peak_bytes_with: int | None = None
 
-    def turned_round(self) -> Trial:
+    def turned_round(self) -> TrialSummary:
         """Of the run without it against the run with it: the other way round."""
         return replace(
             self,
@@ -93,12 +93,12 @@ class Tried:
     num_sites: int
     came_of_it: CameOfIt | None = None
     why: str = ""
-    trial: Trial | None = None
+    trial: TrialSummary | None = None
     measured: Measured | None = None
     error_spreads: float | None = None
 
 
-def trials_of(tuning: Mapping[str, Any]) -> list[Trial]:
+def trials_of(tuning: Mapping[str, Any]) -> list[TrialSummary]:
     """All live trials of a run, by what they have come to, as its report has it."""
     return [_trial(one, tuning) for one in _results(tuning)]
 
@@ -156,12 +156,12 @@ def _why_undone(tried: Tried, tuning: Mapping[str, Any]) -> str:
     return _verdict_on(tried.trial)
 
 
-def _verdict_on(trial: Trial) -> str:
+def _verdict_on(trial: TrialSummary) -> str:
     """With the choice, where there are several."""
     return f"{trial.name}: {trial.verdict}" if "=" in trial.name else trial.verdict
 
 
-def _trial_by_itself(name: str, tuning: Mapping[str, Any]) -> Trial | None:
+def _trial_by_itself(name: str, tuning: Mapping[str, Any]) -> TrialSummary | None:
     """The latest in which nothing but this arm made the difference, rather with it than with a choice of it."""
     found = None
     for result in _results(tuning):
@@ -182,10 +182,10 @@ def _results(tuning: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from (tuning.get("results") or {}).values()
 
 
-def _trial(result: Mapping[str, Any], tuning: Mapping[str, Any]) -> Trial:
+def _trial(result: Mapping[str, Any], tuning: Mapping[str, Any]) -> TrialSummary:
     ratio, low, high = (float(result["interval"][name]) for name in ("ratio", "low", "high"))
     peaks = [int(peak) for peak in result.get("peak_bytes") or ()]
-    return Trial(
+    return TrialSummary(
         name=str(result["name"]),
         verdict=str(result["verdict"]),
         ratio=ratio,

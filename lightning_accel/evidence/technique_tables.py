@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence.cells import NOTHING, Cell, Table, bounds, number_cell, table, without_empty
-from lightning_accel.evidence.technique_summary import Trial, Tried
+from lightning_accel.evidence.technique_summary import TrialSummary, Tried
 
 
-def trials_table(trials: Iterable[Trial]) -> Table:
+def trials_table(trials: Iterable[TrialSummary]) -> Table:
     """What live trials have come to."""
     heads = {"arm": False, "verdict": False, "ratio": True, "95% interval": False, "steps": True, "peak": True}
     heads |= {"set up, s": True}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_accel.core.checks import check_choice
-from lightning_accel.memory.decoder import Optimizer, Run, check_positive
+from lightning_accel.memory.decoder import DecoderRun, Optimizer, check_positive
 
 Strategy = Literal["accel", "accel_ddp", "accel_fsdp"]
 
@@ -28,7 +28,7 @@ _STEP_BYTES: dict[Optimizer, int] = {"adamw": 4, "adam": 4, "sgd": 0, "sgd-momen
 _MOST_DEVICES = 1_000_000
 
 
-def memory_per_device(strategy: Strategy, run: Run, devices: int) -> DeviceMemory:
+def memory_per_device(strategy: Strategy, run: DecoderRun, devices: int) -> DeviceMemory:
     """The memory of a training step on the fullest of ``devices``, over all machines; only ``"accel_fsdp"`` shares it.
 
     Raises:
@@ -46,7 +46,7 @@ def memory_per_device(strategy: Strategy, run: Run, devices: int) -> DeviceMemor
     )
 
 
-def least_devices(strategy: Strategy, run: Run, memory_bytes: int) -> int | None:
+def least_devices(strategy: Strategy, run: DecoderRun, memory_bytes: int) -> int | None:
     """The least number of devices on which a step of ``run`` needs at most ``memory_bytes`` each; None: no number."""
 
     def fits(devices: int) -> bool:
@@ -56,7 +56,7 @@ def least_devices(strategy: Strategy, run: Run, memory_bytes: int) -> int | None
     return found + 1 if found < _MOST_DEVICES else None
 
 
-def _whole_moments(run: Run) -> tuple[Moment, ...]:
+def _whole_moments(run: DecoderRun) -> tuple[Moment, ...]:
     """What comes and goes where every device has the whole model."""
     kept = _activations(run)
     stored = kept.block_bytes * run.decoder.layers
@@ -67,7 +67,7 @@ def _whole_moments(run: Run) -> tuple[Moment, ...]:
     )
 
 
-def _sharded_moments(run: Run, devices: int) -> tuple[Moment, ...]:
+def _sharded_moments(run: DecoderRun, devices: int) -> tuple[Moment, ...]:
     """What comes and goes where FSDP2 gathers one block after another, in the compute dtype.
 
     The buffer that a block was gathered in lives until the next one is copied out of its own. Its gradients are reduced
@@ -92,7 +92,7 @@ def _sharded_moments(run: Run, devices: int) -> tuple[Moment, ...]:
     )
 
 
-def _activations(run: Run) -> _Activations:
+def _activations(run: DecoderRun) -> _Activations:
     """What activations need; zero where no batch is given."""
     if run.batch is None:
         return _Activations()

@@ -38,7 +38,7 @@ LEAST_EXTRA = 1.01  # how much longer than keeping all else takes at least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class BlockCost:
     """One policy for one call of a block."""
 
     kept_bytes: int  # held from its forward to its backward pass, arguments and results not counted
@@ -47,21 +47,21 @@ class Cost:
     backward_bytes: int  # the most on top of what was allocated before its backward pass
     ms: float  # forward and backward together
 
-    def scaled(self, factor: float) -> Cost:
+    def scaled(self, factor: float) -> BlockCost:
         """The cost of a call ``factor`` times as large."""
         sizes = {name: round(factor * value) for name, value in vars(self).items() if name != "ms"}
-        return Cost(**sizes, ms=factor * self.ms)
+        return BlockCost(**sizes, ms=factor * self.ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
     """What is known of one call of a block."""
 
-    by_policy: Mapping[Policy, Cost]  # for each policy that works here
+    by_policy: Mapping[Policy, BlockCost]  # for each policy that works here
     argument_elements: int  # the size of its arguments, to tell larger batches by
     saved_by_operator: Mapping[str, int]  # bytes that autograd saves when everything is kept, by what made them
 
-    def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, Cost]:
+    def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, BlockCost]:
         """The costs of one call, in proportion to its size; what it keeps includes arguments that only it holds."""
         factor = elements / self.argument_elements if self.argument_elements else 1.0
         scaled = {policy: cost.scaled(factor) for policy, cost in self.by_policy.items()}
@@ -134,7 +134,7 @@ def measure_block(
         return lambda *args, **kwargs: run_block(policy, block, original, args, kwargs, offloader)
 
     passes = Passes(block)
-    costs: dict[Policy, Cost] = {}
+    costs: dict[Policy, BlockCost] = {}
     saved: dict[str, int] = {}
     for policy in POLICIES if offloader is not None else [p for p in POLICIES if p not in OFFLOADING]:
         try:
@@ -165,7 +165,7 @@ def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) 
     return {policy: took if policy == "keep" else max(took, least) for policy, took in ms.items()}
 
 
-def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, offloader: Offloader | None) -> Cost:
+def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, offloader: Offloader | None) -> BlockCost:
     """One run, forward and backward. What is still alive of its arguments when forward has ended, the block holds."""
     leaves, inputs = passes.copies(args, kwargs)
     wanted = leaves + [p for p in passes.module.parameters() if p.requires_grad]
@@ -189,7 +189,7 @@ def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, of
         intervals = {interval.mark: interval for interval in meter.stop()}
     forward, between, back = (intervals[mark] for mark in (START, "between", "backward"))
     freed_bytes = argument_bytes - held_bytes
-    return Cost(
+    return BlockCost(
         kept_bytes=max(0, between.level_bytes - forward.level_bytes - result_bytes + freed_bytes),
         argument_bytes=held_bytes,
         forward_bytes=forward.peak_bytes - forward.level_bytes,

@@ -114,7 +114,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class DecoderRun:
     """What is trained, and how."""
 
     decoder: Decoder

@@ -11,29 +11,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_accel.memory.costs import Cost, Policy
-from lightning_accel.memory.meter import Interval
-from lightning_accel.memory.recorder import Call, Mark
+from lightning_accel.memory.costs import BlockCost, Policy
+from lightning_accel.memory.meter import MemoryInterval
+from lightning_accel.memory.recorder import BlockCall, Mark
 
 GRAINS = 4096  # into which a budget is divided: what blocks keep is told apart to a grain
 BISECTIONS = 24
 
-Choice = Mapping[Call, Policy]
-Costs = Mapping[Call, Mapping[Policy, Cost]]
+Choice = Mapping[BlockCall, Policy]
+Costs = Mapping[BlockCall, Mapping[Policy, BlockCost]]
 
 
 @dataclass(frozen=True)
 class Stage:
     """One call of a block, as the planner sees it. All in bytes."""
 
-    call: Call
-    by_policy: Mapping[Policy, Cost]
+    call: BlockCall
+    by_policy: Mapping[Policy, BlockCost]
     forward_base: int  # the peak during its forward pass, without what blocks keep and without its own need
     backward_base: int | None  # likewise for its backward pass; None: it has none
     after: int | None  # the peaks outside all blocks while exactly this call and those before it hold memory, likewise
     starts_afresh: bool = False  # nothing is held when it is called: the calls before have had their backward pass
 
-    def need(self, cost: Cost) -> int:
+    def need(self, cost: BlockCost) -> int:
         """The most that it needs, forward or backward, on top of what those before it keep."""
         forward = self.forward_base + cost.forward_bytes
         if self.backward_base is None:
@@ -42,25 +42,27 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Problem:
+class KnapsackProblem:
     """A step to be fitted into a budget."""
 
     stages: Sequence[Stage]  # in the order of their forward passes
     floor: int  # the peak where no block holds anything, in bytes: no choice lowers it
 
     @classmethod
-    def of(cls, calls: Sequence[Call], intervals: Sequence[Interval], chosen: Choice, costs: Costs) -> Problem:
+    def of(
+        cls, calls: Sequence[BlockCall], intervals: Sequence[MemoryInterval], chosen: Choice, costs: Costs
+    ) -> KnapsackProblem:
         """The problem behind a step that was metered while the blocks followed the policies that were ``chosen``.
 
         What these need is taken off each peak. What is left is there whatever else is chosen.
         """
         own = {call: costs[call][chosen[call]] for call in calls}
         floor = 0
-        forward, backward, after = dict.fromkeys(calls, 0), dict[Call, int](), dict[Call, int]()
-        afresh: set[Call] = set()
-        running: Call | None = None
-        held: dict[Call, None] = {}  # in the order of their forward passes
-        returning: dict[Call, None] = {}
+        forward, backward, after = dict.fromkeys(calls, 0), dict[BlockCall, int](), dict[BlockCall, int]()
+        afresh: set[BlockCall] = set()
+        running: BlockCall | None = None
+        held: dict[BlockCall, None] = {}  # in the order of their forward passes
+        returning: dict[BlockCall, None] = {}
         for interval in intervals:
             mark = interval.mark
             if isinstance(mark, Mark) and mark.call in own:
@@ -91,7 +93,7 @@ class Problem:
         ]
         return cls(stages, floor)
 
-    def with_costs(self, costs: Costs, factor: float, fixed_bytes: int) -> Problem:
+    def with_costs(self, costs: Costs, factor: float, fixed_bytes: int) -> KnapsackProblem:
         """The problem of a step with a batch ``factor`` times as large, but for ``fixed_bytes``, which do not grow.
 
         Calls that are new in ``costs`` are taken to come last.
@@ -112,7 +114,7 @@ class Problem:
         ]
         known = {stage.call for stage in stages}
         new = [replace(stages[-1], call=call, by_policy=costs[call]) for call in costs if call not in known]
-        return Problem([*stages, *new], scale(self.floor))
+        return KnapsackProblem([*stages, *new], scale(self.floor))
 
     def peak(self, choice: Choice) -> int:
         """The predicted peak of the step with this choice, in bytes."""
@@ -132,7 +134,7 @@ class Problem:
 
     def least(self) -> int:
         """The smallest budget that there is a choice for, in bytes, to a grain."""
-        leanest: dict[Call, Policy] = {
+        leanest: dict[BlockCall, Policy] = {
             stage.call: min(stage.by_policy, key=lambda policy: stage.by_policy[policy].kept_bytes)
             for stage in self.stages
         }
@@ -142,7 +144,7 @@ class Problem:
             low, high = (low, middle) if self.solve(middle) is not None else (middle, high)
         return high
 
-    def solve(self, budget: int) -> dict[Call, Policy] | None:
+    def solve(self, budget: int) -> dict[BlockCall, Policy] | None:
         """The choice within ``budget`` bytes that takes the least time; None when there is none."""
         if self.floor > budget:
             return None

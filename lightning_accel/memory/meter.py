@@ -30,7 +30,7 @@ class MeterBusyError(RuntimeError):
 
 
 @dataclass
-class Interval:
+class MemoryInterval:
     """From one mark to the next."""
 
     mark: Hashable  # that it begins with
@@ -53,7 +53,7 @@ class Meter(ABC):
     def mark(self, mark: Hashable) -> None: ...
 
     @abstractmethod
-    def stop(self) -> list[Interval]:
+    def stop(self) -> list[MemoryInterval]:
         """Ends, and returns the intervals in the order of time.
 
         Raises:
@@ -77,7 +77,7 @@ class _CudaMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._intervals: list[Interval] = []
+        self._intervals: list[MemoryInterval] = []
 
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
@@ -87,11 +87,11 @@ class _CudaMeter(Meter):
     @override
     def mark(self, mark: Hashable) -> None:
         self.stop()
-        self._intervals.append(Interval(mark, torch.cuda.memory_allocated(self._device), 0))
+        self._intervals.append(MemoryInterval(mark, torch.cuda.memory_allocated(self._device), 0))
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @override
-    def stop(self) -> list[Interval]:
+    def stop(self) -> list[MemoryInterval]:
         if self._intervals:
             self._intervals[-1].peak_bytes = torch.cuda.max_memory_allocated(self._device)
         return self._intervals
@@ -188,7 +188,7 @@ class _ProfilerMeter(Meter):
             self._marks.append(mark)
 
     @override
-    def stop(self) -> list[Interval]:
+    def stop(self) -> list[MemoryInterval]:
         if self._gave_way:
             raise MeterBusyError("another profiler began")
         assert self._is_on
@@ -196,7 +196,7 @@ class _ProfilerMeter(Meter):
         threads = self._end()
         events = next(t for t in threads if any(event.name() == f"{self._PREFIX}0" for event in t))
         self._watched = []
-        intervals: list[Interval] = []
+        intervals: list[MemoryInterval] = []
         held = self._base_bytes
         is_counted = False  # a free of which the profiler's own report would come next, if it has one
         for event in events:
@@ -213,7 +213,7 @@ class _ProfilerMeter(Meter):
                 if isinstance(mark, _Freed):
                     held -= mark.size
                 elif mark is not None:
-                    intervals.append(Interval(mark, held, held))
+                    intervals.append(MemoryInterval(mark, held, held))
         return intervals
 
 

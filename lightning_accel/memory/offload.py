@@ -108,7 +108,7 @@ class Offloader:
             except BaseException:
                 self._release()
                 raise
-        return None if entry is None else _Handle(entry, tensor)
+        return None if entry is None else _OffloadHandle(entry, tensor)
 
     @property
     def is_exact(self) -> bool:
@@ -268,7 +268,7 @@ class _Entry:
             self.owner._left.append(self.region)
 
 
-class _Handle:
+class _OffloadHandle:
     """One saved tensor, as a view of an entry."""
 
     __slots__ = ("_dtype", "_entry", "_offset", "_sizes", "_waits")

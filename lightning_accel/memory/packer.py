@@ -23,7 +23,7 @@ from lightning_accel.core.torch_private.autograd import has_saved_result
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory import packing
 from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
-from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, Place, choose
+from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, SavePlace, choose
 from lightning_accel.memory.saved_tensors import Packed
 
 MIN_BYTES = 64 << 10
@@ -50,9 +50,9 @@ class Packer:
     def __init__(self, *, min_bytes: int = MIN_BYTES, max_time_share: float = MAX_TIME_SHARE) -> None:
         self._min_bytes = min_bytes
         self._max_time_share = max_time_share
-        self._places: dict[Key, Place] = {}
+        self._places: dict[Key, SavePlace] = {}
         self._seen: WeakKeyDictionary[torch.UntypedStorage, _Seen] = WeakKeyDictionary()
-        self._unsettled: list[tuple[Place, weakref.ref[torch.UntypedStorage]]] = []
+        self._unsettled: list[tuple[SavePlace, weakref.ref[torch.UntypedStorage]]] = []
         self._step = 0
         self._turn = 0
         self._step_seconds = step_seconds = deque[float](maxlen=5)
@@ -119,7 +119,7 @@ class Packer:
             place.head.reason = NO_ROOM
             return None
 
-    def _place(self, tensor: Tensor, is_own: bool) -> Place:
+    def _place(self, tensor: Tensor, is_own: bool) -> SavePlace:
         node = tensor.grad_fn
         key = (self._turn, tensor.dim(), tensor.dtype, "" if node is None else node.name(), is_own)
         if key not in self._places:
@@ -128,7 +128,7 @@ class Packer:
             self._places[key] = _first_sight(tensor, is_own)
         return self._places[key]
 
-    def _pack(self, tensor: Tensor, place: Place, is_own: bool, seen: _Seen) -> _Handle | None:
+    def _pack(self, tensor: Tensor, place: SavePlace, is_own: bool, seen: _Seen) -> _PackedHandle | None:
         span = None if place.is_decided else Span(tensor.device)
         packed = _encode(tensor, place, is_own)
         after_bytes = 0 if packed is None else seen.share_bits(packed)
@@ -140,7 +140,7 @@ class Packer:
                 place.head.reason = DENSE
             return None
         place.before_bytes, place.after_bytes = tensor.untyped_storage().nbytes(), after_bytes
-        handle = _Handle(self, packed, tensor, is_own)
+        handle = _PackedHandle(self, packed, tensor, is_own)
         seen.handles.add(handle)
         if span is not None:
             place.leader = None if seen.leader is place else seen.leader
@@ -150,7 +150,7 @@ class Packer:
         return handle
 
 
-class _Handle:
+class _PackedHandle:
     """A packed tensor, for all that saved it: it stays unpacked from the first of them to the last."""
 
     def __init__(self, packer: Packer, packed: OneBit | NonZeros, tensor: Tensor, is_own: bool) -> None:
@@ -186,10 +186,10 @@ class _Seen:
     """What was packed of one storage in a step: by the ``leader`` first, and kept as long as a graph holds a handle."""
 
     step: int
-    leader: Place
-    handles: WeakSet[_Handle] = field(default_factory=WeakSet)
+    leader: SavePlace
+    handles: WeakSet[_PackedHandle] = field(default_factory=WeakSet)
 
-    def find(self, tensor: Tensor, is_own: bool) -> _Handle | None:
+    def find(self, tensor: Tensor, is_own: bool) -> _PackedHandle | None:
         identity = _identity(tensor, is_own)
         return next((handle for handle in self.handles if handle.identity == identity), None)
 
@@ -206,18 +206,18 @@ class _Seen:
         return packed.nbytes
 
 
-def _first_sight(tensor: Tensor, is_own: bool) -> Place:
+def _first_sight(tensor: Tensor, is_own: bool) -> SavePlace:
     if not is_packable(tensor):
-        return Place(reason=STRANGE)
+        return SavePlace(reason=STRANGE)
     if is_own or tensor.dtype == torch.bool:
-        return Place()
+        return SavePlace()
     found = packing.sample(tensor)
     a_bit = 1 / (8 * tensor.element_size())
     share = a_bit if found.word is not None else a_bit + found.density
-    return Place(word=found.word, reason="" if share < SPARSE_ENOUGH else DENSE)
+    return SavePlace(word=found.word, reason="" if share < SPARSE_ENOUGH else DENSE)
 
 
-def _encode(tensor: Tensor, place: Place, is_own: bool) -> OneBit | NonZeros | None:
+def _encode(tensor: Tensor, place: SavePlace, is_own: bool) -> OneBit | NonZeros | None:
     if tensor.dtype == torch.bool:
         return packing.pack_bits(tensor)
     if is_own:

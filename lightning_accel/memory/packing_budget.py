@@ -20,7 +20,7 @@ SLOW = "not worth the time"
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class SavePlace:
     """One save of a training step.
 
     A storage is freed when all that is saved of it is packed, or not at all. So the first place of the step whose
@@ -29,7 +29,7 @@ class Place:
 
     word: int | None = None  # the one value beside zero that was found there, as a bit pattern
     reason: str = ""  # why its tensor is left alone; empty: it is packed
-    leader: Place | None = None  # if that is another one
+    leader: SavePlace | None = None  # if that is another one
     is_decided: bool = False  # whether its trials are over
     before_bytes: int = 0  # of the storage; counted at the leader
     after_bytes: int = 0  # of the packed tensor
@@ -37,7 +37,7 @@ class Place:
     sightings: list[list[Span]] = field(default_factory=list)  # what packing and unpacking took, for every trial
 
     @property
-    def head(self) -> Place:
+    def head(self) -> SavePlace:
         return self.leader or self
 
     @property
@@ -70,13 +70,13 @@ class PackingReport:
         return f"{before} of saved tensors kept in {after}: {tensors} packed, {rest}"
 
 
-def choose(places: Iterable[Place], step_seconds: float, max_time_share: float) -> None:
+def choose(places: Iterable[SavePlace], step_seconds: float, max_time_share: float) -> None:
     """Decides which places go on being packed: those that free the most bytes a second, while there is time.
 
     That is ``max_time_share`` of what a step takes without packing. Places that have not had their trials take their
     time and stay undecided.
     """
-    groups: dict[Place, list[Place]] = {}
+    groups: dict[SavePlace, list[SavePlace]] = {}
     for place in places:
         groups.setdefault(place.head, []).append(place)
     seconds = {head: sum(place.seconds() for place in group) for head, group in groups.items()}

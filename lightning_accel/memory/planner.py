@@ -25,12 +25,12 @@ from lightning_accel.core.device import synchronize
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private.autograd import is_in_backward
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.memory.costs import BlockCosts, Cost, Policy, kind_of, measure_block, run_block
-from lightning_accel.memory.knapsack import Choice, Problem
-from lightning_accel.memory.meter import Interval, MeterBusyError, meter_for
+from lightning_accel.memory.costs import BlockCost, BlockCosts, Policy, kind_of, measure_block, run_block
+from lightning_accel.memory.knapsack import Choice, KnapsackProblem
+from lightning_accel.memory.meter import MemoryInterval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.planning_rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
-from lightning_accel.memory.recorder import Call, OptimizerWatch, StepRecorder
+from lightning_accel.memory.recorder import BlockCall, OptimizerWatch, StepRecorder
 from lightning_accel.memory.saved_tensors import saving
 from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
 
@@ -85,17 +85,17 @@ class Planner:
         self._is_closed = False
         # Of the step in progress:
         self._called: Counter[str] = Counter()
-        self._elements: dict[Call, int] = {}
+        self._elements: dict[BlockCall, int] = {}
         self._last_policies: Policies = {}
         self._recorder: StepRecorder | None = None
         self._window: Stopwatch | None = None  # around a step that is timed
-        self._shared_bytes: Mapping[Call, int] = {}  # of the arguments
+        self._shared_bytes: Mapping[BlockCall, int] = {}  # of the arguments
         # Of those before:
         self._base_ms = 0.0  # of a step in which every block follows its leanest policy
         self._times: list[float] = []
-        self._last: Problem | None = None
-        self._planned: dict[Call, float] = {}  # elements of the arguments
-        self._outgrown: dict[Call, int] = {}  # of those that were larger than planned, or not planned for
+        self._last: KnapsackProblem | None = None
+        self._planned: dict[BlockCall, float] = {}  # elements of the arguments
+        self._outgrown: dict[BlockCall, int] = {}  # of those that were larger than planned, or not planned for
         self.optimizers = OptimizerWatch()
 
     # -- during a step -----------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Planner:
             return run_block(policy, block, original, args, kwargs, self.offloader)
         if site in self._unlearned:
             self.learn(site, block, original, args, kwargs)
-        call, tensors = Call(site, self._called[site]), tensors_in((args, kwargs))
+        call, tensors = BlockCall(site, self._called[site]), tensors_in((args, kwargs))
         self._called[site] += 1
         elements = self._elements[call] = sum(tensor.numel() for tensor in tensors)
         is_planned = self.state.phase in ("confirming", "settled") and site in self._costs
@@ -252,12 +252,12 @@ class Planner:
                 self._waited = 0
                 self._take_up(calls, intervals)
 
-    def _take_up(self, calls: list[Call], intervals: list[Interval]) -> None:
+    def _take_up(self, calls: list[BlockCall], intervals: list[MemoryInterval]) -> None:
         """Decides by what a metered step showed."""
         policies = {site: self.state.policies.get(site, "full") for site in self._costs}
         chosen = {call: policies[call.site] for call in calls}
         costs = {call: self._costs_of(call, self._elements[call]) for call in calls}
-        problem = self._last = Problem.of(calls, intervals, chosen, costs)
+        problem = self._last = KnapsackProblem.of(calls, intervals, chosen, costs)
         found = self._rounds.next(problem, policies, max(i.peak_bytes for i in intervals), self._costs)
         policies = {**self.state.policies, **found.policies}
         state = replace(self.state, policies=policies, offloads_rest=self._rounds.offloads_rest)
@@ -301,10 +301,10 @@ class Planner:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _costs_of(self, call: Call, elements: float) -> dict[Policy, Cost]:
+    def _costs_of(self, call: BlockCall, elements: float) -> dict[Policy, BlockCost]:
         return self._costs[call.site].of_call(elements, self._shared_bytes.get(call, 0))
 
-    def _scheduled(self, problem: Problem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
+    def _scheduled(self, problem: KnapsackProblem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
         """The schedule in which each block follows its policy, and what it is predicted to need."""
         chosen = by_call(problem, policies)
         kept: Choice = dict.fromkeys(chosen, "keep")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy
-from lightning_accel.memory.knapsack import Problem
-from lightning_accel.memory.recorder import Call
+from lightning_accel.memory.knapsack import KnapsackProblem
+from lightning_accel.memory.recorder import BlockCall
 
 SLACK = 0.01  # left free: no two steps allocate quite the same
 MAX_ROUNDS = 6
@@ -35,7 +35,9 @@ class Rounds:
         self._budget = budget_bytes
         self._may_offload = may_offload
 
-    def next(self, problem: Problem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]) -> Proposal:
+    def next(
+        self, problem: KnapsackProblem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]
+    ) -> Proposal:
         """What to run next, now that a step with these ``policies`` was metered, and showed ``problem``."""
         self.measured_bytes[frozenset(policies.items())] = peak_bytes
         target = self._budget * (1 - SLACK)
@@ -61,7 +63,7 @@ class Rounds:
             target *= 1 - SLACK  # predicted to fit, and measured not to
 
 
-def solve(problem: Problem, budget: int) -> Policies | None:
+def solve(problem: KnapsackProblem, budget: int) -> Policies | None:
     """The fastest choice within ``budget`` bytes, with one policy for all calls of a site; None when there is none."""
     found = [answer for variant in _variants(problem) if (answer := variant.solve(budget)) is not None]
     if not found:
@@ -74,7 +76,7 @@ def leanest(costs: BlockCosts) -> Policy:
     return "full" if "full" in costs.by_policy else _smallest(costs)
 
 
-def by_call(problem: Problem, policies: Policies) -> dict[Call, Policy]:
+def by_call(problem: KnapsackProblem, policies: Policies) -> dict[BlockCall, Policy]:
     return {stage.call: policies[stage.call.site] for stage in problem.stages}
 
 
@@ -84,7 +86,7 @@ def _smallest(costs: BlockCosts) -> Policy:
     return min(found, key=lambda policy: (found[policy].kept_bytes >> 12, found[policy].backward_bytes))
 
 
-def _variants(problem: Problem) -> list[Problem]:
+def _variants(problem: KnapsackProblem) -> list[KnapsackProblem]:
     """The problem, once for each choice for the sites that are called more than once, each with one policy for all.
 
     Of those sites the first few have one policy and the rest another, which is what the best choice comes to for equal
@@ -102,7 +104,7 @@ def _variants(problem: Problem) -> list[Problem]:
     return [_restricted(problem, dict(zip(shared, choice, strict=True))) for choice in sorted(choices)]
 
 
-def _restricted(problem: Problem, policies: Policies) -> Problem:
+def _restricted(problem: KnapsackProblem, policies: Policies) -> KnapsackProblem:
     stages = []
     for stage in problem.stages:
         policy = policies.get(stage.call.site)

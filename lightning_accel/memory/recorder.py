@@ -21,7 +21,7 @@ from lightning_accel.memory.meter import Meter
 
 
 @dataclass(frozen=True, order=True)
-class Call:
+class BlockCall:
     """One call of a block in a step: the site, and how many calls of it came before."""
 
     site: str
@@ -34,7 +34,7 @@ class Call:
 @dataclass(frozen=True)
 class Mark:
     event: Literal["forward", "forward ended", "backward", "backward ended"]
-    call: Call
+    call: BlockCall
 
 
 class StepRecorder:
@@ -46,16 +46,16 @@ class StepRecorder:
 
     def __init__(self, meter: Meter) -> None:
         self._meter: Meter | None = meter
-        self.calls: list[Call] = []  # that have ended their forward pass
+        self.calls: list[BlockCall] = []  # that have ended their forward pass
         # Of arguments that another call has too: a mask that all blocks get is not freed when one lets go of it.
-        self.shared_bytes: Counter[Call] = Counter()
-        self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Call]] = weakref.WeakKeyDictionary()
+        self.shared_bytes: Counter[BlockCall] = Counter()
+        self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[BlockCall]] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
         """Marks no more, though graphs that it watches may still be walked."""
         self._meter = None
 
-    def record(self, call: Call, arguments: Iterable[Tensor], run: Callable[[], Any]) -> Any:
+    def record(self, call: BlockCall, arguments: Iterable[Tensor], run: Callable[[], Any]) -> Any:
         """Runs a block's forward, and watches it and its backward pass."""
         self._note_holder(call, arguments)
         first = _next_sequence_number()
@@ -72,7 +72,7 @@ class StepRecorder:
             last.register_hook(lambda *gradients: self._mark(Mark("backward ended", call)))
         return outputs
 
-    def _note_holder(self, call: Call, arguments: Iterable[Tensor]) -> None:
+    def _note_holder(self, call: BlockCall, arguments: Iterable[Tensor]) -> None:
         for storage in storages_of(arguments):
             holders = self._holders.setdefault(storage, [])
             holders.append(call)

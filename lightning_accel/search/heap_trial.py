@@ -42,7 +42,7 @@ class _Told:
     peak_bytes: int
 
 
-class _Process:
+class _HeapProcess:
     """The stand-in under one allocator."""
 
     latest: _Told  # its latest answer
@@ -106,7 +106,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
         OSError: The stand-in does not run, or not in time.
     """
     plain = Allocator("", {})
-    running: dict[str, _Process] = {}
+    running: dict[str, _HeapProcess] = {}
 
     def give_up() -> None:
         for one in running.values():
@@ -116,7 +116,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
     deadline.start()
     try:
         for heap in (plain, *heaps):
-            running[heap.name] = _Process(heap.environment)
+            running[heap.name] = _HeapProcess(heap.environment)
             running[heap.name].ask(_WARM_UP_TURNS)
         table, best, is_sure = [], plain, True
         running[""].answer()
@@ -142,7 +142,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
             one.close()
 
 
-def _compared(original: _Process, candidate: _Process, name: str, seconds: float) -> PairTest:
+def _compared(original: _HeapProcess, candidate: _HeapProcess, name: str, seconds: float) -> PairTest:
     before, rise = original.latest.peak_bytes, candidate.latest.peak_bytes - original.latest.peak_bytes
     test = PairTest(ALPHA, WORTH_MEMORY if rise > max(LEAST_RISE_BYTES, MEMORY_RISE * before) else 0.0)
     coin = random.Random(name)

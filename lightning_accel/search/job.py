@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
@@ -36,7 +36,7 @@ _KEPT = (
 
 
 @dataclass
-class Job:
+class TuneJob:
     """A training to be tuned."""
 
     model: LightningModule
@@ -54,7 +54,7 @@ class Job:
     has_plugin: bool = True  # whether the run as it is has an `AccelPlugin`
 
     @classmethod
-    def of(cls, model: LightningModule, data: Any, trainer: Trainer) -> Job:
+    def of(cls, model: LightningModule, data: Any, trainer: Trainer) -> TuneJob:
         """What ``trainer`` would do with them on one device.
 
         Raises:
@@ -115,7 +115,7 @@ class Job:
         if isinstance(self.data, LightningDataModule):
             yield self.data
 
-    def set_up(self, setup: Setup) -> None:
+    def set_up(self, setup: TrialSetup) -> None:
         """Changes the data and the plan of this copy."""
         changes = {**({} if setup.batch_size is None else {"batch_size": setup.batch_size}), **setup.loader}
         if isinstance(self.data, DataLoader):
@@ -155,12 +155,12 @@ class Job:
             ) from error
 
 
-def read(path: Path) -> Job:
-    """What :meth:`Job.write` wrote."""
+def read(path: Path) -> TuneJob:
+    """What :meth:`TuneJob.write` wrote."""
     with path.open("rb") as file:
         sys.path[:] = pickle.load(file)
         content: Mapping[str, Any] = cloudpickle.load(file)
-    return Job(**{**content, "plan": Plan(**content["plan"])})
+    return TuneJob(**{**content, "plan": Plan(**content["plan"])})
 
 
 def _plan_for(precision: str) -> Plan:

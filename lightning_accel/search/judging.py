@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_accel.search.runs import Run
+from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.worker import Block
 from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, Result, Verdict
 from lightning_accel.tuning.pairs import PairTest
@@ -47,11 +47,11 @@ class Facts:
         return max(self.peak_bytes, self.most_bytes)
 
     @classmethod
-    def of(cls, run: Run) -> Facts:
+    def of(cls, run: TrialRun) -> Facts:
         """Of a run that has just begun: it goes on for a few turns.
 
         Raises:
-            lightning_accel.search.runs.RunError: It has ended.
+            lightning_accel.search.runs.TrialRunError: It has ended.
         """
         first = run.block(_FIRST_TURNS)
         turns = _turns_in(_BLOCK_S, first.seconds / _FIRST_TURNS)
@@ -114,10 +114,10 @@ def worth_of_start(original: Facts, candidate: Facts, samples: float) -> float:
 
 
 @dataclass(frozen=True)
-class Side:
+class SetupSide:
     """One side of a comparison."""
 
-    run: Run
+    run: TrialRun
     facts: Facts  # what is known of it
     settle: int  # turns after a pause that do not count
 
@@ -125,7 +125,7 @@ class Side:
         """For a sample, by a block of turns.
 
         Raises:
-            lightning_accel.search.runs.RunError: The run has ended.
+            lightning_accel.search.runs.TrialRunError: The run has ended.
         """
         if self.settle:
             self.run.block(self.settle)
@@ -133,11 +133,11 @@ class Side:
         return block.seconds / block.samples
 
 
-def judged(name: str, original: Side, candidate: Side, test: PairTest, seconds: float) -> Result:
+def judged(name: str, original: SetupSide, candidate: SetupSide, test: PairTest, seconds: float) -> Result:
     """Pairs of blocks, in an order that a coin decides, until ``test`` tells, or ``seconds`` are over.
 
     Raises:
-        lightning_accel.search.runs.RunError: One of the runs has ended.
+        lightning_accel.search.runs.TrialRunError: One of the runs has ended.
     """
     pair_s = sum(side.facts.block_s(side.settle) for side in (original, candidate))
     max_pairs = min(MAX_PAIRS, max(MIN_PAIRS, int(seconds / pair_s)))

@@ -12,11 +12,11 @@ from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, can_expand_segm
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.data.worker_schedule import LEAST_WAIT, MOST_WORKERS
-from lightning_accel.search.job import Job
+from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 
-Trying = Generator[Setup, bool, None]
+Trying = Generator[TrialSetup, bool, None]
 """Yields changes to the best setup so far, and is sent whether each was better."""
 
 
@@ -28,10 +28,10 @@ class Knob:
     # How many times as fast it could make a run at most, from what is known of the best one.
     bound: Callable[[Facts], float]
     # The setups, one after the other, given what is known of the best one, and that one.
-    tries: Callable[[Facts, Setup], Trying]
+    tries: Callable[[Facts, TrialSetup], Trying]
 
 
-def knobs(job: Job, host: Host, objective: Objective, *, keeps_effective_batch: bool) -> list[Knob]:
+def knobs(job: TuneJob, host: Host, objective: Objective, *, keeps_effective_batch: bool) -> list[Knob]:
     """Those that a job has on a machine.
 
     Only what waiting for data costs can be measured beforehand. The other bounds are an order: what has gained most
@@ -57,20 +57,20 @@ def _at_most(gain: float) -> Callable[[Facts], float]:
     return lambda facts: gain
 
 
-def _each(setups: Sequence[Setup]) -> Trying:
+def _each(setups: Sequence[TrialSetup]) -> Trying:
     for setup in setups:  # noqa: UP028  (the answers would be sent to a list)
         yield setup
 
 
-def _batch_sizes(job: Job, keeps_effective_batch: bool, facts: Facts, best: Setup) -> Trying:
+def _batch_sizes(job: TuneJob, keeps_effective_batch: bool, facts: Facts, best: TrialSetup) -> Trying:
     """Twice as many while that is better; if it never was, half as many while that is."""
     size, accumulate = best.batch_size or job.batch_size or 1, best.accumulate or job.accumulate
     keeps = keeps_effective_batch or best.accumulate is not None  # it was made smaller to fit into memory
     effective = size * accumulate
     in_all = facts.samples / accumulate * facts.batches  # that the loader has; infinite where it does not say
 
-    def setup(size: int) -> Setup:
-        return Setup(batch_size=size, accumulate=effective // size if keeps else None)
+    def setup(size: int) -> TrialSetup:
+        return TrialSetup(batch_size=size, accumulate=effective // size if keeps else None)
 
     larger = 2 * size
     while larger <= in_all and (not keeps or effective % larger == 0) and (yield setup(larger)):
@@ -82,16 +82,16 @@ def _batch_sizes(job: Job, keeps_effective_batch: bool, facts: Facts, best: Setu
         smaller //= 2
 
 
-def _loaders(job: Job, host: Host, facts: Facts, best: Setup) -> Trying:
+def _loaders(job: TuneJob, host: Host, facts: Facts, best: TrialSetup) -> Trying:
     if facts.waited < LEAST_WAIT:
         return
     can_be_set = job.loader_settings
     now = int(best.loader.get("num_workers", can_be_set["num_workers"]))
     has_workers = now > 0
 
-    def with_workers(count: int) -> Setup:
+    def with_workers(count: int) -> TrialSetup:
         keeps = {"persistent_workers": True} if "persistent_workers" in can_be_set else {}
-        return Setup(loader={"num_workers": count, **keeps})
+        return TrialSetup(loader={"num_workers": count, **keeps})
 
     first = workers = max(1, min(usable_cores() - 1, MOST_WORKERS // 2))  # a core is left to the training
     # More than there are cores, too: what waits for a disk computes nothing.
@@ -101,36 +101,36 @@ def _loaders(job: Job, host: Host, facts: Facts, best: Setup) -> Trying:
     if workers == first > 1 and first // 2 != now and (yield with_workers(first // 2)):
         has_workers = True
     if host.kind == "cuda" and can_be_set.get("pin_memory") is False:
-        yield Setup(loader={"pin_memory": True})
+        yield TrialSetup(loader={"pin_memory": True})
     if has_workers and "prefetch_factor" in can_be_set:
-        yield Setup(loader={"prefetch_factor": 4})
+        yield TrialSetup(loader={"prefetch_factor": 4})
 
 
 def _compilers(host: Host) -> Trying:
-    if not (yield Setup(plan={"compile": "default"})):
+    if not (yield TrialSetup(plan={"compile": "default"})):
         return
-    yield Setup(plan={"compile": "max-autotune-no-cudagraphs"})
+    yield TrialSetup(plan={"compile": "max-autotune-no-cudagraphs"})
     if host.kind == "cuda":
-        yield Setup(plan={"compile": "reduce-overhead"})
+        yield TrialSetup(plan={"compile": "reduce-overhead"})
 
 
 def _threads() -> Trying:
     threads = torch.get_num_threads() // 2
-    while threads >= 1 and (yield Setup(plan={"threads": threads})):
+    while threads >= 1 and (yield TrialSetup(plan={"threads": threads})):
         threads //= 2
 
 
-def _memory_settings(job: Job) -> Trying:
+def _memory_settings(job: TuneJob) -> Trying:
     if job.plan.sparse_activations == "off":
-        yield Setup(plan={"sparse_activations": "auto"})
-    if job.plan.gradient_checkpointing == "off" and (yield Setup(plan={"gradient_checkpointing": "selective"})):
-        yield Setup(plan={"gradient_checkpointing": "full"})
+        yield TrialSetup(plan={"sparse_activations": "auto"})
+    if job.plan.gradient_checkpointing == "off" and (yield TrialSetup(plan={"gradient_checkpointing": "selective"})):
+        yield TrialSetup(plan={"gradient_checkpointing": "full"})
 
 
-def _allocators(host: Host) -> list[Setup]:
+def _allocators(host: Host) -> list[TrialSetup]:
     """Those that have to be there before Python starts; what the plan's own does is on in all runs."""
     if host.kind == "cuda":
-        return [] if segment_settings() or not can_expand_segments() else [Setup(environment=EXPANDABLE_SEGMENTS)]
+        return [] if segment_settings() or not can_expand_segments() else [TrialSetup(environment=EXPANDABLE_SEGMENTS)]
     if host.kind != "cpu" or heap_settings():
         return []
-    return [Setup(environment=heap.environment) for heap in heaps() if "LD_PRELOAD" in heap.environment]
+    return [TrialSetup(environment=heap.environment) for heap in heaps() if "LD_PRELOAD" in heap.environment]

@@ -8,7 +8,7 @@ from rich.text import Text
 from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import Result
 
 
@@ -27,7 +27,7 @@ class SearchProgress:
             disable=not self._console.is_terminal,
         )
         self._task = self._line.add_task("", total=None)
-        self._best = Setup()
+        self._best = TrialSetup()
         self._told: list[Result] = []
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class SearchProgress:
     def trying(self, what: str) -> None:
         self._line.update(self._task, description=f"trying {what} · best so far: {self._best}")
 
-    def told(self, result: Result, best: Setup) -> None:
+    def told(self, result: Result, best: TrialSetup) -> None:
         """Prints how a comparison ended; not twice, where one is the last one, too."""
         self._best = best
         if result in self._told:

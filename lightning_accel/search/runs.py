@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.search.job import Job
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.job import TuneJob
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.worker import AUTHKEY, Block, Failed, Ready
 
 _MOMENT_S = 0.2
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not have
 
 
-class RunError(Exception):
+class TrialRunError(Exception):
     """A run on trial has ended before its time."""
 
     def __init__(self, message: str, *, is_memory: bool = False) -> None:
@@ -39,14 +39,14 @@ class _Process:
     connection: Connection
 
 
-class Workers:
+class WorkerProcesses:
     """The processes in which runs are made, each with the job read: one for every environment.
 
     Raises:
         ValueError: It cannot be copied.
     """
 
-    def __init__(self, job: Job, patience_s: float) -> None:
+    def __init__(self, job: TuneJob, patience_s: float) -> None:
         self.patience_s = patience_s
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-accel-")
         self._log = Path(self._folder.name) / "log"
@@ -59,13 +59,13 @@ class Workers:
         self._server.settimeout(_MOMENT_S)
         self._forked: dict[str, _Process] = {}
         self._all: list[subprocess.Popen[bytes]] = []  # also those that have not come far enough to be talked to
-        self._runs: list[Run] = []
+        self._runs: list[TrialRun] = []
 
-    def start(self, setup: Setup) -> Run:
+    def start(self, setup: TrialSetup) -> TrialRun:
         """A run under ``setup``, warm, and waiting for turns.
 
         Raises:
-            RunError: It does not train.
+            TrialRunError: It does not train.
         """
         name = repr(sorted(setup.environment.items()))
         process = self._forked.get(name) or self._process(setup.environment)
@@ -73,10 +73,10 @@ class Workers:
             process.connection.send((setup, self._can_fork))
             pid = process.connection.recv() if self._can_fork else process.popen.pid
         except (EOFError, OSError):
-            raise RunError(f"its process ended at once: {self._last_words()}") from None
+            raise TrialRunError(f"its process ended at once: {self._last_words()}") from None
         if self._can_fork:
             self._forked[name] = process
-        run = Run(self, process, pid)
+        run = TrialRun(self, process, pid)
         self._runs.append(run)
         run.connection = self.accept(process.popen)
         run.ready = run.answer()
@@ -103,8 +103,8 @@ class Workers:
                 answer_challenge(connection, self._key)
                 return connection
             if popen.poll() is not None:
-                raise RunError(f"its process ended at once: {self._last_words()}")
-        raise RunError(f"its process did not begin within {self.patience_s:.0f} s: {self._last_words()}")
+                raise TrialRunError(f"its process ended at once: {self._last_words()}")
+        raise TrialRunError(f"its process did not begin within {self.patience_s:.0f} s: {self._last_words()}")
 
     def status(self, process: _Process, pid: int) -> int:
         """With which status a run's process has ended."""
@@ -136,13 +136,13 @@ class Workers:
         return lines[-1] if lines else "it said nothing"
 
 
-class Run:
+class TrialRun:
     """One training under a setup, which waits between two blocks of turns."""
 
     ready: Ready  # what it said when it was warm
     connection: Connection
 
-    def __init__(self, workers: Workers, process: _Process, pid: int) -> None:
+    def __init__(self, workers: WorkerProcesses, process: _Process, pid: int) -> None:
         self._workers, self._process, self._pid = workers, process, pid
         self.is_over = False  # whether it has ended
         self.most_bytes = 0  # the most memory that it has held, its first steps among them
@@ -151,7 +151,7 @@ class Run:
         """Has it train for so many turns.
 
         Raises:
-            RunError: It has ended.
+            TrialRunError: It has ended.
         """
         with suppress(OSError):  # why it is gone, the answer says
             self.connection.send(turns)
@@ -163,21 +163,21 @@ class Run:
         """What it says next.
 
         Raises:
-            RunError: It has ended, or says nothing for a long time.
+            TrialRunError: It has ended, or says nothing for a long time.
         """
         if not self.connection.poll(self._workers.patience_s):
             self.close()
-            raise RunError(f"it did not answer within {self._workers.patience_s:.0f} s")
+            raise TrialRunError(f"it did not answer within {self._workers.patience_s:.0f} s")
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
             self.is_over = True
             status = self._workers.status(self._process, self._pid)
             # What the system does to a process that has taken all memory.
-            raise RunError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
+            raise TrialRunError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
         if isinstance(answer, Failed):
             self.is_over = True
-            raise RunError(answer.message, is_memory=answer.is_memory)
+            raise TrialRunError(answer.message, is_memory=answer.is_memory)
         return answer
 
     def close(self) -> None:

@@ -9,27 +9,27 @@ from dataclasses import dataclass, field
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.host import Host
 from lightning_accel.data.worker_schedule import LEAST_WAIT
-from lightning_accel.search.job import Job
+from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.knobs import Knob, knobs
 from lightning_accel.search.progress import SearchProgress
-from lightning_accel.search.runs import RunError
+from lightning_accel.search.runs import TrialRunError
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import Setup
-from lightning_accel.search.setup_runs import Bench
+from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 
 _RESERVE = 0.2  # of the time, for the last comparison
 _PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for a run to begin, and for a block of its turns
 _SHARE = 0.3  # of what is left, that one question may take
-_PLAIN = Setup()
+_PLAIN = TrialSetup()
 
 
 @dataclass
-class Outcome:
+class SearchOutcome:
     """What a search has come to."""
 
-    best: Setup = _PLAIN  # the changes to make
+    best: TrialSetup = _PLAIN  # the changes to make
     whole: Result | None = None  # all of them against the run as it is; None where that was not compared
     facts: dict[str, Facts] = field(default_factory=dict)  # of setups that have run, by their keys
     results: list[Result] = field(default_factory=list)  # every comparison, in its order
@@ -50,7 +50,7 @@ class Search:
 
     def __init__(
         self,
-        job: Job,
+        job: TuneJob,
         host: Host,
         *,
         seconds: float,
@@ -66,9 +66,9 @@ class Search:
         self._keeps_effective_batch = keeps_effective_batch
         self._answers, self._watcher = answers, watcher
         self._seconds, self._deadline = seconds, Deadline(seconds)
-        self._adopted: list[tuple[str, Setup]] = []
+        self._adopted: list[tuple[str, TrialSetup]] = []
         self._start = _PLAIN  # what is best before anything is asked: plain, or what fits into the limit
-        self._bench = Bench(
+        self._bench = SetupRuns(
             job,
             host,
             objective,
@@ -78,13 +78,13 @@ class Search:
             patience_s=min(_PATIENCE_S, max(_LEAST_PATIENCE_S, seconds)),
         )
         # The bench has something to say, too.
-        self.outcome = Outcome(facts=answers.facts, notes=self._bench.notes)
+        self.outcome = SearchOutcome(facts=answers.facts, notes=self._bench.notes)
         if answers.complaint:
             self.outcome.notes.append(answers.complaint)
         if not job.has_plugin:
             self.outcome.notes.append("The Trainer has no AccelPlugin: it is compared as it is with one.")
 
-    def run(self) -> Outcome:
+    def run(self) -> SearchOutcome:
         """Searches until everything is asked, time is over, or Ctrl-C is pressed.
 
         Raises:
@@ -106,7 +106,7 @@ class Search:
             outcome.is_whole = False
             outcome.notes.append("Interrupted: this is the best so far; a second search goes on from here.")
             outcome.whole = self._answers.result(_PLAIN, outcome.best)
-        except RunError as error:  # of what has run before
+        except TrialRunError as error:  # of what has run before
             outcome.is_whole = False
             outcome.notes.append(f"The search ended early: {outcome.best} could not be run again: {error}")
             outcome.best = self._start
@@ -123,7 +123,7 @@ class Search:
             plain = self._bench.look_anew(_PLAIN)
             if not self._is_limit_given:
                 self._bench.limit = max(self._bench.limit, plain.needed_bytes)
-        except RunError as error:
+        except TrialRunError as error:
             if not error.is_memory:
                 raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
             plain = None
@@ -137,7 +137,7 @@ class Search:
                 f" comparison takes about {least:.0f} s here. Give at least {math.ceil(2 * (spent + least))} s."
             )
 
-    def _least(self) -> Setup:
+    def _least(self) -> TrialSetup:
         """The first setup that fits into the limit, from what costs least time to what costs most."""
         needed = {str(setup): facts.needed_bytes for setup, facts in self._smaller()}
         limit = _in_words(self._bench.limit)
@@ -153,20 +153,20 @@ class Search:
         self.outcome.notes.append(f"As it is, the run does not fit into {limit}; with {last} it does.")
         return self._start
 
-    def _smaller(self) -> Iterator[tuple[Setup, Facts]]:
+    def _smaller(self) -> Iterator[tuple[TrialSetup, Facts]]:
         """Setups that need less and less memory, up to the one that fits, which is where the search begins."""
         setup = _PLAIN
         size, effective = self._job.batch_size or 1, (self._job.batch_size or 1) * self._job.accumulate
         sizes = [size >> halved for halved in range(1, size.bit_length()) if size % (1 << halved) == 0]
-        changes = [Setup(plan={"gradient_checkpointing": mode}) for mode in ("selective", "full")]
+        changes = [TrialSetup(plan={"gradient_checkpointing": mode}) for mode in ("selective", "full")]
         # A smaller batch is no wish of the user's: what an optimizer step sees stays.
-        changes += [Setup(batch_size=one, accumulate=effective // one) for one in sizes]
+        changes += [TrialSetup(batch_size=one, accumulate=effective // one) for one in sizes]
         for change in changes:
             tried = setup.with_(change)
             self._watcher.trying(f"{tried}, to fit into the limit")
             try:
                 facts = self._bench.facts(tried)
-            except RunError:  # a model without repeated blocks, say
+            except TrialRunError:  # a model without repeated blocks, say
                 continue
             setup = self._start = tried
             yield tried, facts
@@ -224,7 +224,7 @@ class Search:
             outcome.notes.append("All changes together were no better than the run as it is: nothing is changed.")
             outcome.best = _PLAIN
 
-    def _compare(self, name: str, original: Setup, candidate: Setup, *, is_last: bool = False) -> Result:
+    def _compare(self, name: str, original: TrialSetup, candidate: TrialSetup, *, is_last: bool = False) -> Result:
         result = self._answers.result(original, candidate)
         if result is None:
             self._watcher.trying(name)

@@ -14,9 +14,9 @@ import torch
 from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.cache import digest
 from lightning_accel.core.package_version import own_version
-from lightning_accel.search.job import Job
+from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
 
@@ -41,7 +41,7 @@ class Answers:
                 self.facts, self._results = {}, {}
                 self.complaint = f"{path} is damaged ({type(error).__name__}: {error}): the search begins anew."
 
-    def result(self, original: Setup, candidate: Setup) -> Result | None:
+    def result(self, original: TrialSetup, candidate: TrialSetup) -> Result | None:
         """How the two compared; None where nobody has asked, or had too little time to tell."""
         found = self._results.get(_pair(original, candidate))
         if found is not None and found.verdict == "cannot tell" and self._seconds > self._asked_in_s:
@@ -53,7 +53,7 @@ class Answers:
         self.facts.clear()
         self._results.clear()
 
-    def add(self, original: Setup, candidate: Setup, result: Result) -> None:
+    def add(self, original: TrialSetup, candidate: TrialSetup, result: Result) -> None:
         """Keeps how they compared."""
         self._results[_pair(original, candidate)] = result
         self._write()
@@ -74,7 +74,7 @@ class Answers:
             write_whole(self._path, json.dumps(content, indent=1))
 
 
-def answers_for(job: Job, host: str, objective: Objective, limit: int | None, seconds: float) -> Answers:
+def answers_for(job: TuneJob, host: str, objective: Objective, limit: int | None, seconds: float) -> Answers:
     """What earlier searches of the same job on the same machine, with the same aim, have found out."""
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in job.model.named_parameters()]
     about = (
@@ -95,5 +95,5 @@ def _source_of(thing: object) -> str:
         return ""
 
 
-def _pair(original: Setup, candidate: Setup) -> str:
+def _pair(original: TrialSetup, candidate: TrialSetup) -> str:
     return f"{original.key} | {candidate.key}"

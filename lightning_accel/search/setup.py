@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrialSetup:
     """Changes to a run that is about to begin."""
 
     batch_size: int | None = None  # samples in a batch; None: as it is
@@ -18,9 +18,9 @@ class Setup:
     plan: Mapping[str, Any] = field(default_factory=dict)  # settings of the run's `AccelPlugin`
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that have to be there before Python starts
 
-    def with_(self, other: Setup) -> Setup:
+    def with_(self, other: TrialSetup) -> TrialSetup:
         """Both changes, the other's where they touch the same."""
-        return Setup(
+        return TrialSetup(
             batch_size=self.batch_size if other.batch_size is None else other.batch_size,
             accumulate=self.accumulate if other.accumulate is None else other.accumulate,
             loader={**self.loader, **other.loader},

@@ -6,20 +6,28 @@ import math
 from dataclasses import replace
 
 from lightning_accel.core.host import Host
-from lightning_accel.search.job import Job
-from lightning_accel.search.judging import MIN_PAIRS, Facts, Objective, Side, judged, worth_of_memory, worth_of_start
-from lightning_accel.search.runs import Run, RunError, Workers
+from lightning_accel.search.job import TuneJob
+from lightning_accel.search.judging import (
+    MIN_PAIRS,
+    Facts,
+    Objective,
+    SetupSide,
+    judged,
+    worth_of_memory,
+    worth_of_start,
+)
+from lightning_accel.search.runs import TrialRun, TrialRunError, WorkerProcesses
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
-from lightning_accel.tuning.pairs import Interval, PairTest
+from lightning_accel.tuning.pairs import PairTest, RatioInterval
 from lightning_accel.tuning.trial_scheduler import ALPHA
 
-NOTHING_TOLD = Interval(1.0, 0.0, math.inf)
+NOTHING_TOLD = RatioInterval(1.0, 0.0, math.inf)
 _QUESTIONS = 10  # between which the error is divided: about as many as are asked
 
 
-class Bench:
+class SetupRuns:
     """Runs of one job, and how they compare.
 
     ``limit`` is the most memory that one may hold, ``available`` what the machine has for two, both in bytes; what
@@ -31,7 +39,7 @@ class Bench:
 
     def __init__(
         self,
-        job: Job,
+        job: TuneJob,
         host: Host,
         objective: Objective,
         *,
@@ -43,25 +51,25 @@ class Bench:
         self.limit, self._available = limit, available  # the run as it is may need more than the limit that is given
         self.notes: list[str] = []  # why something could not be compared
         self._job, self._host, self._objective, self._answers = job, host, objective, answers
-        self._alive: dict[str, Run] = {}
-        self._workers = Workers(job, patience_s)
+        self._alive: dict[str, TrialRun] = {}
+        self._workers = WorkerProcesses(job, patience_s)
 
-    def facts(self, setup: Setup, beside: Setup | None = None) -> Facts:
+    def facts(self, setup: TrialSetup, beside: TrialSetup | None = None) -> Facts:
         """What is known of ``setup``, which is run where nothing is; ``beside``: whose run is kept for later.
 
         Raises:
-            RunError: It does not train.
+            TrialRunError: It does not train.
         """
         if setup.key not in self._answers.facts:
             self._keep(setup, beside or setup)
             self._answers.facts[setup.key] = self._measured(setup)
         return self._answers.facts[setup.key]
 
-    def look_anew(self, setup: Setup) -> Facts:
+    def look_anew(self, setup: TrialSetup) -> Facts:
         """What is known of ``setup``, by a run of today; what was known of a run that was another is forgotten.
 
         Raises:
-            RunError: It does not train.
+            TrialRunError: It does not train.
         """
         before, now = self._answers.facts.get(setup.key), self._measured(setup)
         if before is not None and not now.is_like(before):
@@ -70,27 +78,27 @@ class Bench:
         self._answers.facts[setup.key] = now
         return now
 
-    def _measured(self, setup: Setup) -> Facts:
+    def _measured(self, setup: TrialSetup) -> Facts:
         try:
             return Facts.of(self._run(setup))
-        except RunError as error:
+        except TrialRunError as error:
             if not error.is_memory or not self._alive.keys() - {setup.key}:
                 raise
             self._keep()  # it may fit by itself
             return Facts.of(self._run(setup))
 
-    def compare(self, name: str, original: Setup, candidate: Setup, seconds: float) -> Result:
+    def compare(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
         """How many times as fast the candidate is, and whether it is better, in about ``seconds``.
 
         Raises:
-            RunError: The original does not run any more.
+            TrialRunError: The original does not run any more.
         """
         result = self._compared(name, original, candidate, seconds)
         if result.turns:  # what could not run may another time
             self._answers.add(original, candidate, result)
         return result
 
-    def _compared(self, name: str, original: Setup, candidate: Setup, seconds: float) -> Result:
+    def _compared(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
         before = self.facts(original)
         after = self._can_run(name, before, original, candidate)
         if not isinstance(after, Facts):
@@ -106,12 +114,12 @@ class Bench:
         side = self._side(original, before)
         try:
             result = judged(name, side, self._side(candidate, after), test, seconds)
-        except RunError as error:
+        except TrialRunError as error:
             self.notes.append(f"{name}: {error}" + (" (beside another run)" if error.is_memory else ""))
             return Result(name, _verdict_of(error), test.interval(), 0)
         return result if self._fits(name, candidate, after) else replace(result, verdict="needs more memory")
 
-    def _fits(self, name: str, setup: Setup, facts: Facts) -> bool:
+    def _fits(self, name: str, setup: TrialSetup, facts: Facts) -> bool:
         """Whether it still does, after all the batches that it has trained on meanwhile."""
         most = self._run(setup).most_bytes
         if most > (1 + MEMORY_RISE) * facts.needed_bytes:
@@ -122,29 +130,29 @@ class Bench:
         self._answers.facts[setup.key] = replace(facts, most_bytes=max(most, facts.most_bytes))
         return most <= self.limit
 
-    def _side(self, setup: Setup, facts: Facts) -> Side:
+    def _side(self, setup: TrialSetup, facts: Facts) -> SetupSide:
         loader = {**self._job.loader_settings, **setup.loader}
-        return Side(self._run(setup), facts, facts.settling_turns(loader, self.accumulate(setup)))
+        return SetupSide(self._run(setup), facts, facts.settling_turns(loader, self.accumulate(setup)))
 
     def least_s(self, facts: Facts) -> float:
         """What a comparison takes that can prove something."""
         return facts.started_s + 2 * MIN_PAIRS * facts.block_s(0)
 
-    def accumulate(self, setup: Setup) -> int:
+    def accumulate(self, setup: TrialSetup) -> int:
         """Batches to an optimizer step."""
         return setup.accumulate or self._job.accumulate
 
     def close(self) -> None:
         self._workers.close()
 
-    def _can_run(self, name: str, before: Facts, original: Setup, candidate: Setup) -> Facts | Verdict:
+    def _can_run(self, name: str, before: Facts, original: TrialSetup, candidate: TrialSetup) -> Facts | Verdict:
         """What is known of the candidate, or why it cannot be compared."""
         if candidate.key not in self._answers.facts and self._would_take_all_memory(before, original, candidate):
             self.notes.append(f"{name}: not tried: by what {original} needs, there is not enough memory for it.")
             return "needs more memory"
         try:
             after = self.facts(candidate, beside=original)
-        except RunError as error:
+        except TrialRunError as error:
             self.notes.append(f"{name}: {error}")
             return _verdict_of(error)
         samples = after.samples / self.accumulate(candidate)
@@ -156,7 +164,7 @@ class Bench:
             return "raised an error"
         return "needs more memory" if after.needed_bytes > self.limit else after
 
-    def _would_take_all_memory(self, before: Facts, original: Setup, candidate: Setup) -> bool:
+    def _would_take_all_memory(self, before: Facts, original: TrialSetup, candidate: TrialSetup) -> bool:
         """On a CPU, who takes all memory takes it from everybody: that is not tried."""
         now = original.batch_size or self._job.batch_size
         if self._host.kind != "cpu" or candidate.batch_size is None or now is None:
@@ -172,16 +180,16 @@ class Bench:
         by_epochs = math.inf if job.max_epochs < 0 else job.max_epochs * facts.batches * facts.samples / job.accumulate
         return min(by_steps, by_epochs)
 
-    def _run(self, setup: Setup) -> Run:
+    def _run(self, setup: TrialSetup) -> TrialRun:
         if setup.key not in self._alive or self._alive[setup.key].is_over:
             self._alive[setup.key] = self._workers.start(setup)
         return self._alive[setup.key]
 
-    def _keep(self, *setups: Setup) -> None:
+    def _keep(self, *setups: TrialSetup) -> None:
         wanted = {setup.key for setup in setups}
         for key in [key for key in self._alive if key not in wanted]:
             self._alive.pop(key).close()
 
 
-def _verdict_of(error: RunError) -> Verdict:
+def _verdict_of(error: TrialRunError) -> Verdict:
     return "out of memory" if error.is_memory else "raised an error"

@@ -21,12 +21,12 @@ from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer, own
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.job import LOADER_SETTINGS, Job
+from lightning_accel.search.job import LOADER_SETTINGS, TuneJob
 from lightning_accel.search.judging import OBJECTIVES, Facts, Objective
 from lightning_accel.search.progress import SearchProgress, better
-from lightning_accel.search.search import Outcome, Search
+from lightning_accel.search.search import Search, SearchOutcome
 from lightning_accel.search.search_cache import answers_for
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)\s*")
 _UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
@@ -125,7 +125,7 @@ def tune(
     limit = None if memory_limit is None else int(parse_bytes("memory_limit", memory_limit))
     if trainer is None:
         trainer = own(model, Trainer)(plugins=[AccelPlugin()], logger=False, enable_checkpointing=False)
-    job = Job.of(model, data, trainer)
+    job = TuneJob.of(model, data, trainer)
     device = trainer.strategy.root_device
     host = Host.detect(device)
     with SearchProgress(seconds) as progress:
@@ -168,7 +168,7 @@ def _available(device: torch.device) -> int:
     return int(_USABLE_CPU * psutil.virtual_memory().available)
 
 
-def _places(job: Job) -> dict[str, list[tuple[str, ...]]]:
+def _places(job: TuneJob) -> dict[str, list[tuple[str, ...]]]:
     """Under the sections of whoever has them."""
     names = ("batch_size", *LOADER_SETTINGS)
     if isinstance(job.data, DataLoader):
@@ -182,7 +182,7 @@ def _places(job: Job) -> dict[str, list[tuple[str, ...]]]:
     return places
 
 
-def _result(outcome: Outcome, job: Job, places: Mapping[str, Sequence[tuple[str, ...]]]) -> TuneResult:
+def _result(outcome: SearchOutcome, job: TuneJob, places: Mapping[str, Sequence[tuple[str, ...]]]) -> TuneResult:
     best, notes = outcome.best, list(outcome.notes)
     settings: dict[str, Any] = {}
     if best.accumulate is not None and best.accumulate != job.accumulate:
@@ -201,9 +201,9 @@ def _result(outcome: Outcome, job: Job, places: Mapping[str, Sequence[tuple[str,
     return TuneResult(
         settings=settings,
         environment=dict(best.environment),
-        has_changes=best != Setup(),
+        has_changes=best != TrialSetup(),
         has_compared=bool(outcome.results),
-        ratio="" if outcome.whole is None or best == Setup() else str(outcome.whole.interval),
+        ratio="" if outcome.whole is None or best == TrialSetup() else str(outcome.whole.interval),
         memory=_memory_ratio(outcome.facts, best),
         is_whole=outcome.is_whole,
         table=_table(outcome),
@@ -217,12 +217,12 @@ def _put(settings: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     settings[path[-1]] = value
 
 
-def _memory_ratio(facts: Mapping[str, Facts], best: Setup) -> float:
-    before, after = facts.get(Setup().key), facts.get(best.key)
+def _memory_ratio(facts: Mapping[str, Facts], best: TrialSetup) -> float:
+    before, after = facts.get(TrialSetup().key), facts.get(best.key)
     return 1.0 if before is None or after is None else after.peak_bytes / before.peak_bytes
 
 
-def _table(outcome: Outcome) -> str:
+def _table(outcome: SearchOutcome) -> str:
     width = max((len(result.name) for result in outcome.results), default=0)
     return "\n".join(
         f"{result.name:{width}}  {better(result)}: {result.interval}, on {result.turns} steps"

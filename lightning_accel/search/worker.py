@@ -35,8 +35,8 @@ from lightning_accel.lightning.packages import (
     seed_everything,
 )
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.job import Job, read
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.job import TuneJob, read
+from lightning_accel.search.setup import TrialSetup
 
 AUTHKEY = "LIGHTNING_ACCEL_SEARCH_KEY"
 WARM_UP = 6  # turns: the trials of the parts, first allocations, a compiler
@@ -79,7 +79,7 @@ class Paced(Callback):
     batches as the job accumulates.
     """
 
-    def __init__(self, connection: Connection, job: Job, started: Stopwatch) -> None:
+    def __init__(self, connection: Connection, job: TuneJob, started: Stopwatch) -> None:
         self._connection = connection
         self._accumulate, self._batch_size = job.accumulate, job.batch_size or 1
         self._started = started
@@ -155,7 +155,7 @@ def _samples_in(batch: Any, batch_size: int) -> int:
             return batch_size
 
 
-def train(job: Job, setup: Setup, connection: Connection, folder: Path) -> None:
+def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path) -> None:
     """Trains under ``setup`` until it is told to stop, and says what went wrong if something does.
 
     What the run writes is in ``folder``.

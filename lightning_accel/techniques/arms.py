@@ -9,7 +9,7 @@ from typing import Protocol
 OFF = "off"
 
 
-class Setup(Protocol):
+class ArmSetup(Protocol):
     """What an arm needs once, in a training step of the run, before it can be had: to be compiled, say.
 
     Live trials ask what it will take, and begin it where the run may lose as much; that step is not counted.
@@ -42,4 +42,4 @@ class Arm:
     gain_ms: float | None = None  # in a step, at most, by the trial of its parts; None where nothing was timed
     starts_off: bool = False  # whether it is off until live trials put it on: not had in a run too short for them
     asked_alone: bool = False  # whether it is no part of the whole plan that is asked about first: it mostly loses
-    setup: Setup | None = None  # what it needs once; such an arm is off until it is asked for, after all the others
+    setup: ArmSetup | None = None  # what it needs once; such an arm is off until it is asked for, after all the others

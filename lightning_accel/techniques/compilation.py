@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_accel.core import kernel_cache
 from lightning_accel.core.blocks import find_blocks
-from lightning_accel.core.compiled import Kind, is_compiled, is_gathered_by_hooks
+from lightning_accel.core.compiled import CompiledKind, is_compiled, is_gathered_by_hooks
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.techniques.arms import Arm
@@ -81,8 +81,8 @@ class Compilation(Technique):
         self._verify = verify
         self._make_patch: Callable[..., CompilePatch] = CompilePatch
         self._patches: list[CompilePatch] = []
-        self._kinds: dict[Hashable, Kind] = {}
-        self._first_graphs: dict[Kind, int] = {}  # once its blocks were tried
+        self._kinds: dict[Hashable, CompiledKind] = {}
+        self._first_graphs: dict[CompiledKind, int] = {}  # once its blocks were tried
         self._is_settled = False
         self._settings = ExitStack()  # torch's own, as they were before
         self._why_not_kept = ""
@@ -147,10 +147,10 @@ class Compilation(Technique):
         patch.kind = self._kind_of(patch, args, kwargs)
         return tried(patch, args, kwargs)
 
-    def _kind_of(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Kind:
+    def _kind_of(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> CompiledKind:
         may_share = patch.may_share and not is_gathered_by_hooks(patch.block)
         key = alike(patch.block, args, kwargs) if may_share else patch.site
-        return self._kinds.setdefault(key, Kind(self._count))
+        return self._kinds.setdefault(key, CompiledKind(self._count))
 
     @override
     def settled(self) -> None:
@@ -159,10 +159,10 @@ class Compilation(Technique):
             self._first_graphs = {kind: kind.graphs for kind in self._compiled_kinds()}
             self._tell()
 
-    def _compiled_kinds(self) -> set[Kind]:
+    def _compiled_kinds(self) -> set[CompiledKind]:
         return {patch.kind for patch in self._patches if patch.kind is not None and patch.kind.graphs}
 
-    def _count(self, kind: Kind) -> None:
+    def _count(self, kind: CompiledKind) -> None:
         """Says what was compiled, and gives blocks back that are compiled anew again and again."""
         self._tell()
         first = self._first_graphs.get(kind, 0)  # none where an earlier run has tried the blocks

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_accel.core.clocks import Stopwatch
-from lightning_accel.core.compiled import Kind, is_gathered_by_hooks
+from lightning_accel.core.compiled import CompiledKind, is_gathered_by_hooks
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
@@ -29,12 +29,12 @@ _NOT_CALLED = "not called with gradients in the step that compiled"
 
 
 class CompileSetup:
-    """The setup of the arm, as :class:`~lightning_accel.techniques.arms.Setup` has it.
+    """The setup of the arm, as :class:`~lightning_accel.techniques.arms.ArmSetup` has it.
 
     Whenever a graph was compiled, ``told`` is called with its kind.
     """
 
-    def __init__(self, notes: Notes, told: Callable[[Kind], None]) -> None:
+    def __init__(self, notes: Notes, told: Callable[[CompiledKind], None]) -> None:
         self.patches: list[CompilePatch] = []  # of the blocks that may be compiled
         self.known: Verdicts = {}  # what an earlier run's trial has found, or this one's
         self.agree: Callable[[Any], Any] | None = None  # as techniques have it
@@ -43,7 +43,7 @@ class CompileSetup:
         self._notes, self._told = notes, told
         self._probes = PatchSet()
         self._found: Verdicts = {}
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[Hashable, CompiledKind] = {}
         self._may_take_s = self._taken_s = self._longest_s = 0.0
 
     @property
@@ -125,7 +125,7 @@ class CompileSetup:
                     f"not compiled: those before it took {self._taken_s:.1f} s, and trials may cost this run"
                     f" {self._may_take_s:.1f} s",
                 )
-            self._kinds[key] = Kind(self._told)
+            self._kinds[key] = CompiledKind(self._told)
         patch.kind = self._kinds[key]
         stopwatch = Stopwatch()
         known = self.known.get(patch.site)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
-from lightning_accel.core.compiled import Kind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
+from lightning_accel.core.compiled import CompiledKind, compile_call, eager_call, is_gathered_by_hooks, undo_compile
 from lightning_accel.core.patch import Patch, applied, temporarily
 from lightning_accel.core.torch_private import modules
 from lightning_accel.core.torch_private.compilation import compiled_call, inductor_options, set_compiled_call
@@ -21,7 +21,7 @@ from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.notes import Verdict
 
 Prepare = Callable[[GraphModule], None]
-KindOf = Callable[["CompilePatch", Any, Any], Kind]  # of a block, by the arguments of a call
+KindOf = Callable[["CompilePatch", Any, Any], CompiledKind]  # of a block, by the arguments of a call
 
 _PLAIN = (bool, int, float, str, type(None))
 _SHARED_MODES = ("default", "max-autotune-no-cudagraphs")  # a CUDA graph holds one block's parameters
@@ -33,7 +33,9 @@ class CompilePatch(Patch):
     def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, kind_of: KindOf) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
-        self.kind: Kind | None = None  # what it shares with blocks that are like it; None until it is called, or tried
+        self.kind: CompiledKind | None = (
+            None  # what it shares with blocks that are like it; None until it is called, or tried
+        )
         self.is_wanted = True  # whether it runs compiled while the patch is applied
         self.may_share = mode in _SHARED_MODES
         self._prepare, self._kind_of = prepare, kind_of

@@ -99,7 +99,7 @@ def _set(flags: tuple[bool, ...]) -> None:
 
 
 class CudnnTiming:
-    """The step in which kernels are timed, as live trials ask for it (:class:`~lightning_accel.techniques.arms.Setup`).
+    """The step in which kernels are timed: an :class:`~lightning_accel.techniques.arms.ArmSetup` of live trials.
 
     Args:
         num_convolutions: Modules of the model.

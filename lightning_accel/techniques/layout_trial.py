@@ -18,7 +18,7 @@ from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import Comparison, Trial, Variant
+from lightning_accel.core.trial import NumbersComparison, Trial, Variant
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.notes import Verdict
 
@@ -61,7 +61,7 @@ class LayoutTrial(TorchFunctionMode):
         self._timings: dict[Any, tuple[float, float]] = {}  # of kinds of calls, in either layout
         self._original_ms = self._candidate_ms = 0.0  # of the step
         self._numbers: list[Measured] = []
-        self._failure: Comparison | None = None
+        self._failure: NumbersComparison | None = None
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +114,7 @@ class LayoutTrial(TorchFunctionMode):
         if name in _CONVOLUTIONS and kind not in self._compared:
             self._compared.add(kind)
             if why := _unsafe(image, name, args, kwargs):
-                self._failure = Comparison(failure=why)
+                self._failure = NumbersComparison(failure=why)
                 return
             compared = trial.numbers(*sides)
             self._numbers.append(compared.measured())

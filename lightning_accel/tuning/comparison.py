@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_accel.tuning.pairs import Interval, PairTest
+from lightning_accel.tuning.pairs import PairTest, RatioInterval
 
 Choices = Mapping[str, str]
 """Arm → what is chosen for it; those not named are off."""
@@ -70,7 +70,7 @@ class Result:
 
     name: str
     verdict: Verdict
-    interval: Interval
+    interval: RatioInterval
     turns: int
     original: dict[str, str] = field(default_factory=dict)
     candidate: dict[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Result:
         Raises:
             KeyError, TypeError: It did not.
         """
-        plain = {"interval": Interval(**state["interval"]), "peak_bytes": tuple(state["peak_bytes"])}
+        plain = {"interval": RatioInterval(**state["interval"]), "peak_bytes": tuple(state["peak_bytes"])}
         return cls(**{**state, **plain})
 
     @property
@@ -91,7 +91,7 @@ class Result:
         return self.verdict == "faster"
 
 
-class Comparison:
+class ArmComparison:
     """Original against candidate, in pairs of turns.
 
     Args:

@@ -45,7 +45,7 @@ def log_wealth(above: int, pairs: int) -> float:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RatioInterval:
     """How many times as fast B is as A.
 
     Attributes:
@@ -117,15 +117,15 @@ class PairTest:
         """Whether B has won more than was staked: of what is no faster, one in 20 has after 14 pairs."""
         return log_wealth(self._above, len(self)) > 0
 
-    def interval(self, alpha: float = 0.05) -> Interval:
+    def interval(self, alpha: float = 0.05) -> RatioInterval:
         """Every gain that is not rejected, from either side with half of ``alpha``; at all times at once."""
         ordered = sorted(self.log_ratios)
         if not ordered:
-            return Interval(1.0, 0.0, math.inf)
+            return RatioInterval(1.0, 0.0, math.inf)
         middle = math.exp((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
         # So many above a value reject it; those below are as many, from the other end.
         pairs, threshold = len(ordered), math.log(2 / alpha)
         rejecting = next((n for n in range(pairs // 2, pairs + 1) if log_wealth(n, pairs) >= threshold), None)
         if rejecting is None:
-            return Interval(middle, 0.0, math.inf)
-        return Interval(middle, math.exp(ordered[pairs - rejecting]), math.exp(ordered[rejecting - 1]))
+            return RatioInterval(middle, 0.0, math.inf)
+        return RatioInterval(middle, math.exp(ordered[pairs - rejecting]), math.exp(ordered[rejecting - 1]))

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning.comparison import Choices, Comparison, Result
+from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
 from lightning_accel.tuning.pairs import PairTest
 from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.warmup_costs import LEAST_LATEST, Setups
@@ -54,7 +54,7 @@ def allowance(turns: float) -> float:
     return 0.05 * turns if turns <= 100 else max(0.02 * turns, 5 + (turns - 100) / 60)
 
 
-Course = Generator[Comparison | None, Result | None, None]
+Course = Generator[ArmComparison | None, Result | None, None]
 
 
 class Questions:
@@ -313,8 +313,8 @@ class Questions:
 
     def _comparing(
         self, name: str, original: Choices, candidate: Choices, test: PairTest, max_pairs: int, most_pairs: int
-    ) -> Comparison:
-        return Comparison(
+    ) -> ArmComparison:
+        return ArmComparison(
             name,
             original,
             candidate,

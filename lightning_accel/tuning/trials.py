@@ -14,7 +14,7 @@ from typing import Any
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning.comparison import Choices, Comparison, Result, Turn, Verdict
+from lightning_accel.tuning.comparison import ArmComparison, Choices, Result, Turn, Verdict
 from lightning_accel.tuning.trial_scheduler import Course, Questions
 from lightning_accel.tuning.tuning_result import Tuning
 
@@ -53,14 +53,14 @@ class LiveTrials(Questions):
         self._in_force: dict[str, str] = {
             arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.starts_off
         }
-        self._pending: deque[tuple[Comparison | None, Turn]] = deque()  # begun, and not timed yet
+        self._pending: deque[tuple[ArmComparison | None, Turn]] = deque()  # begun, and not timed yet
         self._timed: deque[float | None] = deque()  # what the first of them took, in their order
         self._begun = 0
-        self._metered: tuple[Comparison, Turn] | None = None  # whose peak of memory is being looked at
-        self._peaks: list[tuple[Comparison, Turn, int]] = []  # not heard of yet
+        self._metered: tuple[ArmComparison, Turn] | None = None  # whose peak of memory is being looked at
+        self._peaks: list[tuple[ArmComparison, Turn, int]] = []  # not heard of yet
         self._has_given_up = False
         self.is_over = False
-        self._comparison: Comparison | None = None
+        self._comparison: ArmComparison | None = None
         self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
 
     # -- a turn ------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class LiveTrials(Questions):
         self._say(f"out of memory without {', '.join(more)}, so that nothing is tried without any more")
         return True
 
-    def _on_trial(self, side: int) -> Comparison | None:
+    def _on_trial(self, side: int) -> ArmComparison | None:
         """What is compared in the turn under way, if that is of this side; not by several ranks."""
         if not self._pending or self._gather is not None:
             return None

@@ -15,7 +15,7 @@ LEAST_LATEST = 3  # turns by whose time seconds are told from turns
 
 
 class Setups:
-    """The setups of one run's arms: :class:`~lightning_accel.techniques.arms.Setup`.
+    """The setups of one run's arms: :class:`~lightning_accel.techniques.arms.ArmSetup`.
 
     Args:
         arms: All of the run.

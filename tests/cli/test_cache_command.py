@@ -13,11 +13,11 @@ from lightning_accel.__main__ import main
 from lightning_accel.core import cache, kernel_cache
 from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 from lightning_accel.tuning.tuning_cache import Key
 from lightning_accel.tuning.tuning_result import Tuning
 
-WHOLE = Result("whole plan", "faster", Interval(1.31, 1.27, 1.35), 24)
+WHOLE = Result("whole plan", "faster", RatioInterval(1.31, 1.27, 1.35), 24)
 
 
 def remember() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel.core.tolerance import FACTOR, Deviation, Measuring, Spread, deviation, other_orders
-from lightning_accel.core.trial import Comparison, Trial, Variant
+from lightning_accel.core.trial import NumbersComparison, Trial, Variant
 
 pytestmark = pytest.mark.numbers
 
@@ -35,7 +35,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
 
 def compare(
     candidate: Callable[..., Tensor], original: Callable[..., Tensor] = attention, dtype: torch.dtype = torch.float32
-) -> Comparison:
+) -> NumbersComparison:
     trial = Trial(nn.Module(), inputs(dtype), wide=original)
     return trial.numbers(Variant(original), Variant(candidate))
 
@@ -166,7 +166,7 @@ def test_a_convolution_in_channels_last_is_within_the_spread_of_the_contiguous_o
 MOST_CALLS = 20
 
 
-def counted(candidate: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Comparison, int]:
+def counted(candidate: Callable[..., Tensor], dtype: torch.dtype) -> tuple[NumbersComparison, int]:
     """The verdict on a candidate, and how many passes of it and of the original that has taken."""
     calls = 0
 
@@ -212,7 +212,7 @@ def of_all_orders(measuring: Measuring) -> Spread:
 def test_a_candidate_that_is_not_in_doubt_takes_no_other_order_and_no_oracle(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trial, "time", lambda *args: Comparison())
+    monkeypatch.setattr(Trial, "time", lambda *args: NumbersComparison())
     found, calls = counted(lambda *args: attention(*args), dtype)
     assert (found.failure, found.is_same) == ("", True)
     assert calls == 5  # each on a few samples and on all, and the original whether it takes a few

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.data import staging
-from lightning_accel.data.pipeline_iteration import Iteration, Run
+from lightning_accel.data.pipeline_iteration import Iteration, PipelineRun
 from lightning_accel.data.pipeline_lanes import StreamLane
 from lightning_accel.data.position import Position
 from lightning_accel.memory.buffers import HostPool
@@ -83,7 +83,7 @@ class SimulatedGPU:
 
     def iterate(self, batches: list[Any], preprocess: Any = None) -> Iteration:
         lane = StreamLane(self.side, preprocess)  # type: ignore[arg-type]
-        return Iteration(Run(iter(batches), lane, Position, 2, in_background=False))
+        return Iteration(PipelineRun(iter(batches), lane, Position, 2, in_background=False))
 
 
 @pytest.fixture

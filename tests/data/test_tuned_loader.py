@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from lightning_accel.data import tuned_loader
 from lightning_accel.data.tuned_loader import TunedLoader, why_left
-from lightning_accel.data.worker_schedule import Course, Workers
+from lightning_accel.data.worker_schedule import Course, LoaderWorkers
 
 pytestmark = pytest.mark.numbers
 
@@ -71,8 +71,8 @@ class Lines:
 def always_tries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has the given settings tried, epoch after epoch, whatever the clock says: the last of them stays."""
 
-    def follow(*settings: Workers) -> None:
-        def course(own: Workers, cores: int) -> Course:
+    def follow(*settings: LoaderWorkers) -> None:
+        def course(own: LoaderWorkers, cores: int) -> Course:
             yield own
             for one in settings[:-1]:  # noqa: UP028  # a tuple's iterator is sent nothing
                 yield one
@@ -146,7 +146,7 @@ DRAWN_AS_THE_SHUFFLED = ("without it", "with replacement", "by weights", "with a
     ],
 )
 def test_workers_change_neither_batches_nor_random_streams(make: Make, always_tries: Callable[..., None]) -> None:
-    always_tries(Workers(1), Workers(2), Workers(2, is_kept=True))
+    always_tries(LoaderWorkers(1), LoaderWorkers(2), LoaderWorkers(2, is_kept=True))
     lines = assert_the_same(make, epochs=6)
     assert lines.is_changed
     assert BY_WORKERS.value >= 5 * 36  # all epochs but the first
@@ -154,7 +154,7 @@ def test_workers_change_neither_batches_nor_random_streams(make: Make, always_tr
 
 def test_epochs_that_are_left_early_are_the_same(always_tries: Callable[..., None]) -> None:
     """As with Trainer(limit_train_batches=...): what workers have loaded ahead is dropped, and drawn anew."""
-    always_tries(Workers(1), Workers(2, is_kept=True))
+    always_tries(LoaderWorkers(1), LoaderWorkers(2, is_kept=True))
     lines = assert_the_same(ORDERS["shuffled"], epochs=5, take=9)
     assert lines.is_changed
 
@@ -164,7 +164,7 @@ def test_own_workers_are_given_more_to_have_ready_and_draw_the_same(always_tries
         def __getitem__(self, index: int) -> Tensor:
             return super().__getitem__(index) + torch.rand(())
 
-    always_tries(Workers(2, prefetch=4))
+    always_tries(LoaderWorkers(2, prefetch=4))
     lines = assert_the_same(
         lambda: DataLoader(Augmented(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork")
     )
@@ -220,7 +220,7 @@ LEFT: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 def test_data_that_workers_would_change_are_left(
     read: Callable[[Any], Any], parts: dict[str, Any], why: str, always_tries: Callable[..., None]
 ) -> None:
-    always_tries(Workers(1))
+    always_tries(LoaderWorkers(1))
     data = Refusing(read, **parts)
     lines = Lines()
     loader = TunedLoader(DataLoader(data, 4), CPU, lines)
@@ -235,14 +235,14 @@ def test_data_that_workers_would_change_are_left(
 
 def test_random_numbers_drawn_by_a_collate_function_are_seen(always_tries: Callable[..., None]) -> None:
     """As transformers' collator for masked language models draws them."""
-    always_tries(Workers(1))
+    always_tries(LoaderWorkers(1))
     lines = assert_the_same(lambda: DataLoader(Slow(), 4, collate_fn=lambda parts: torch.stack(parts) + torch.rand(1)))
     assert "draw random numbers" in lines.last
 
 
 def test_a_dataset_that_is_set_between_epochs_is_read_as_it_is_then(always_tries: Callable[..., None]) -> None:
     """As with ``dataset.set_epoch()``; workers that are kept have a copy of before, and are started anew."""
-    always_tries(Workers(1), Workers(1, is_kept=True))
+    always_tries(LoaderWorkers(1), LoaderWorkers(1, is_kept=True))
 
     def sums(loader: Any) -> list[float]:
         found = []
@@ -258,7 +258,7 @@ def test_a_dataset_that_is_set_between_epochs_is_read_as_it_is_then(always_tries
 
 
 def test_data_that_the_training_begins_to_change_are_given_back(always_tries: Callable[..., None]) -> None:
-    always_tries(Workers(1))
+    always_tries(LoaderWorkers(1))
     loader = TunedLoader(DataLoader(data := Slow(), 4), CPU, lines := Lines())
     train(loader, epochs=2)
     for batch in loader:
@@ -293,7 +293,7 @@ FAILURES = {"raises": _raise, "dies": lambda: os.kill(os.getpid(), signal.SIGKIL
 def test_where_a_worker_fails_no_batch_is_lost_and_none_repeated(
     fail: Callable[[], Any], fails_from: int, always_tries: Callable[..., None]
 ) -> None:
-    always_tries(Workers(2))
+    always_tries(LoaderWorkers(2))
     lines = assert_the_same(lambda: DataLoader(Failing(fail, fails_from), 4, shuffle=True))
     assert "taken back: a worker failed" in lines.last
     assert not lines.is_changed
@@ -303,7 +303,7 @@ def test_a_worker_that_never_answers_is_given_up(
     always_tries: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_accel.data.worker_epoch._PATIENCE_S", 0.25)
-    always_tries(Workers(1))
+    always_tries(LoaderWorkers(1))
     lines = assert_the_same(lambda: DataLoader(Failing(lambda: time.sleep(1), 8), 4, shuffle=True), epochs=3)
     assert "taken back: a worker failed" in lines.last
 
@@ -315,7 +315,7 @@ def test_an_error_of_the_users_own_data_is_the_users_own(always_tries: Callable[
                 raise KeyError("sample 39")
             return super().__getitem__(index)
 
-    always_tries(Workers(1))
+    always_tries(LoaderWorkers(1))
     loader = TunedLoader(DataLoader(data := Broken(), 4), CPU, Lines())
     train(loader, epochs=2)
     data.samples[0] = 1
@@ -325,7 +325,7 @@ def test_an_error_of_the_users_own_data_is_the_users_own(always_tries: Callable[
 
 def test_two_walks_at_a_time_do_not_disturb_each_other(always_tries: Callable[..., None]) -> None:
     """A callback that looks into ``trainer.train_dataloader`` while an epoch goes on."""
-    always_tries(Workers(1), Workers(1, is_kept=True))
+    always_tries(LoaderWorkers(1), LoaderWorkers(1, is_kept=True))
     loader = TunedLoader(DataLoader(Slow(), 4), CPU, Lines())
     train(loader, epochs=3)
     outer, inner = iter(loader), iter(loader)

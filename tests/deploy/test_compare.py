@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_accel.deploy import Comparison, compare
 from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.comparing import _off, _recommended
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 from support.models import TinyCNN
 
 pytestmark = pytest.mark.numbers
@@ -49,7 +49,7 @@ def test_every_form_is_measured_beside_the_original(found: Comparison) -> None:
         assert list(form.samples_per_sec) == [1, 4]
         assert form.first_call_ms > 0
         assert form.disk_bytes > 0
-    assert found.forms["eager"].speedup == Interval(1.0, 1.0, 1.0)
+    assert found.forms["eager"].speedup == RatioInterval(1.0, 1.0, 1.0)
 
 
 def test_accuracy_has_an_interval_and_its_drop_one_over_the_same_samples(found: Comparison) -> None:
@@ -101,9 +101,9 @@ def test_the_fastest_is_recommended_and_the_smaller_of_two_that_are_as_fast(foun
     from dataclasses import replace
 
     base = found.forms["eager"]
-    quick = replace(base, speedup=Interval(2.0, 1.8, 2.2), latency=replace(base.latency, p50=1.00), disk_bytes=400)
-    small = replace(base, speedup=Interval(2.0, 1.7, 2.2), latency=replace(base.latency, p50=1.02), disk_bytes=100)
-    unproven = replace(base, speedup=Interval(3.0, 0.9, 9.0), latency=replace(base.latency, p50=0.5))
+    quick = replace(base, speedup=RatioInterval(2.0, 1.8, 2.2), latency=replace(base.latency, p50=1.00), disk_bytes=400)
+    small = replace(base, speedup=RatioInterval(2.0, 1.7, 2.2), latency=replace(base.latency, p50=1.02), disk_bytes=100)
+    unproven = replace(base, speedup=RatioInterval(3.0, 0.9, 9.0), latency=replace(base.latency, p50=0.5))
     chosen, why = _recommended({"eager": base, "quick": quick, "small": small, "unproven": unproven}, 0.01)
     assert chosen == "small"
     assert "of quick, small, which are as fast, the smallest" in why

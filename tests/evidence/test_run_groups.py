@@ -15,7 +15,7 @@ from scipy.stats import mannwhitneyu
 from evidence.test_compare import EPOCH, record
 from lightning_accel.evidence.compare import NotComparableError
 from lightning_accel.evidence.record import Record
-from lightning_accel.evidence.run_groups import FEWEST_RUNS, Bench, bench, interval_rank, orders_by_wins, shift_of
+from lightning_accel.evidence.run_groups import FEWEST_RUNS, RunGroups, bench, interval_rank, orders_by_wins, shift_of
 
 LOSSES = [(4, 2.0), (8, 1.0)]
 
@@ -25,7 +25,7 @@ def runs(*ms: float, **options: Any) -> list[Record]:
     return [record([each] * 10, **options) for each in ms]
 
 
-def in_turns(a: list[float], b: list[float]) -> Bench:
+def in_turns(a: list[float], b: list[float]) -> RunGroups:
     return bench(runs(*a), runs(*b))
 
 

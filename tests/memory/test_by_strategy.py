@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_accel.memory.by_strategy import Strategy, least_devices, memory_per_device
-from lightning_accel.memory.decoder import Batch, Decoder, Run, decoder_of
+from lightning_accel.memory.decoder import Batch, Decoder, DecoderRun, decoder_of
 from support.scripts import SUPPORT, run_script
 from support.strategies.memory_ranks import CASES, WIDTH, Case, Measured, expected
 
@@ -96,28 +96,30 @@ def test_each_process_holds_its_share(measured: Callable[[str], list[Measured]],
 
 def test_adamw_needs_sixteen_bytes_a_parameter() -> None:
     """Rajbhandari et al. count as many, with 16-bit parameters and gradients and a float32 copy."""
-    whole = memory_per_device("accel_ddp", Run(decoder=LLAMA_2), devices=64)
-    sharded = memory_per_device("accel_fsdp", Run(decoder=LLAMA_2), devices=64)
+    whole = memory_per_device("accel_ddp", DecoderRun(decoder=LLAMA_2), devices=64)
+    sharded = memory_per_device("accel_fsdp", DecoderRun(decoder=LLAMA_2), devices=64)
     assert whole.held_bytes == 16 * LLAMA_2.params
     assert sharded.held_bytes == pytest.approx(16 * LLAMA_2.params / 64, rel=1e-6)
 
 
 @pytest.mark.parametrize(("optimizer", "state_bytes"), [("adamw", 8), ("adam", 8), ("sgd-momentum", 4), ("sgd", 0)])
 def test_states_are_those_of_the_optimizer(optimizer: str, state_bytes: int) -> None:
-    run = Run(decoder=LLAMA_2, optimizer=optimizer)
+    run = DecoderRun(decoder=LLAMA_2, optimizer=optimizer)
     assert memory_per_device("accel", run, devices=1).optimizer_bytes == state_bytes * LLAMA_2.params
 
 
 def test_a_block_keeps_what_korthikanti_et_al_count() -> None:
     """34 bytes a value of the width in 16 bits, less two for the masks of dropout; norms get 4 bytes for their 2."""
-    run = Run(decoder=LLAMA_2, batch=LONG)
+    run = DecoderRun(decoder=LLAMA_2, batch=LONG)
     loss = next(m for m in memory_per_device("accel_fsdp", run, devices=8).moments if m.name == "loss")
     assert loss.activations_bytes - LOSS_BYTES == 32 * (34 - 2 + 2 * 2) * 4096 * 4096
 
 
 def test_the_more_is_recomputed_the_less_is_needed() -> None:
     off, selective, full = (
-        memory_per_device("accel_ddp", Run(decoder=LLAMA_2, batch=LONG, checkpointing=mode), devices=8).peak_bytes
+        memory_per_device(
+            "accel_ddp", DecoderRun(decoder=LLAMA_2, batch=LONG, checkpointing=mode), devices=8
+        ).peak_bytes
         for mode in ("off", "selective", "full")
     )
     assert off > selective > full
@@ -127,7 +129,7 @@ def test_scores_of_plain_attention_grow_with_the_square_of_the_length() -> None:
     def scores(seq_len: int) -> int:
         plain, fused = (
             memory_per_device(
-                "accel", Run(decoder=LLAMA_2, batch=Batch(seq_len=seq_len, heads=32, attention=kind)), 1
+                "accel", DecoderRun(decoder=LLAMA_2, batch=Batch(seq_len=seq_len, heads=32, attention=kind)), 1
             ).moments[0]
             for kind in ("plain", "fused")
         )
@@ -160,7 +162,7 @@ def test_a_guessed_width_leaves_room_for_the_embedding() -> None:
 
 @pytest.mark.parametrize("memory_gib", [24, 40, 80])
 def test_one_device_less_than_the_least_is_not_enough(memory_gib: int) -> None:
-    run = Run(decoder=LLAMA_2, batch=LONG, checkpointing="full")
+    run = DecoderRun(decoder=LLAMA_2, batch=LONG, checkpointing="full")
     least = least_devices("accel_fsdp", run, memory_gib * GIB)
     assert least is not None
     assert memory_per_device("accel_fsdp", run, least).peak_bytes <= memory_gib * GIB
@@ -168,13 +170,13 @@ def test_one_device_less_than_the_least_is_not_enough(memory_gib: int) -> None:
 
 
 def test_what_is_not_sharded_may_be_too_much_for_any_number() -> None:
-    run = Run(decoder=LLAMA_2, batch=replace(LONG, batch_size=64))
+    run = DecoderRun(decoder=LLAMA_2, batch=replace(LONG, batch_size=64))
     assert least_devices("accel_fsdp", run, 80 * GIB) is None
 
 
 @pytest.mark.parametrize(("memory_gib", "least"), [(200, 1), (80, None)])
 def test_more_devices_do_not_help_ddp(memory_gib: int, least: int | None) -> None:
-    assert least_devices("accel_ddp", Run(decoder=LLAMA_2), memory_gib * GIB) == least
+    assert least_devices("accel_ddp", DecoderRun(decoder=LLAMA_2), memory_gib * GIB) == least
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -196,10 +198,10 @@ def test_an_embedding_larger_than_the_model_is_refused() -> None:
 @pytest.mark.parametrize("setting", ["precision", "optimizer", "checkpointing"])
 def test_a_setting_that_does_not_exist_is_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting}='none'.*Allowed: "):
-        Run(decoder=LLAMA_2, **{setting: "none"})
+        DecoderRun(decoder=LLAMA_2, **{setting: "none"})
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "accel_fsdp2"])
 def test_a_strategy_that_does_not_exist_is_refused(strategy: Strategy) -> None:
     with pytest.raises(ValueError, match=f"strategy='{strategy}'; did you mean 'accel_fsdp'"):
-        memory_per_device(strategy, Run(decoder=LLAMA_2), 8)
+        memory_per_device(strategy, DecoderRun(decoder=LLAMA_2), 8)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accel.core.clocks import Span
 from lightning_accel.memory import packer as packer_module
 from lightning_accel.memory.packer import NO_ROOM, Packer
-from lightning_accel.memory.packing_budget import DENSE, SLOW, TRIALS, Place, choose
+from lightning_accel.memory.packing_budget import DENSE, SLOW, TRIALS, SavePlace, choose
 from lightning_accel.memory.saved_tensors import saving
 from support.packing_steps import SIZE, patient, sparse, step
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.numbers
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-def place(*, freed: int, seconds: float, leader: Place | None = None) -> Place:
+def place(*, freed: int, seconds: float, leader: SavePlace | None = None) -> SavePlace:
     span = Span(torch.device("cpu"))
     span._began, span._ended = 0, round(1e9 * seconds)
-    return Place(before_bytes=freed + 1000, after_bytes=1000, leader=leader, sightings=[[span]] * TRIALS)
+    return SavePlace(before_bytes=freed + 1000, after_bytes=1000, leader=leader, sightings=[[span]] * TRIALS)
 
 
 def test_places_that_free_most_bytes_a_second_get_the_time_there_is() -> None:
@@ -115,7 +115,7 @@ def test_nothing_grows_over_a_hundred_steps() -> None:
 
     def objects() -> int:
         gc.collect()
-        kinds = (Tensor, Place, Span, packer_module._Handle, packer_module._Seen)
+        kinds = (Tensor, SavePlace, Span, packer_module._Handle, packer_module._Seen)
         return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
 
     for _ in range(10):

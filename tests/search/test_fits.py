@@ -17,17 +17,17 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.core.host import Host
 from lightning_accel.search import tune
-from lightning_accel.search.job import Job
-from lightning_accel.search.runs import Workers
+from lightning_accel.search.job import TuneJob
+from lightning_accel.search.runs import WorkerProcesses
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import Setup
-from lightning_accel.search.setup_runs import Bench
+from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.setup_runs import SetupRuns
 from support.search_runs import Sleeper, samples, searched, trainer
 
 pytestmark = pytest.mark.numbers
 
 MIB = 1 << 20
-AS_IT_IS = Setup()
+AS_IT_IS = TrialSetup()
 CPU = Host(kind="cpu", device_name="a CPU")
 
 
@@ -60,10 +60,10 @@ class Wide(Sleeper):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def bench_of(model: Any, *, batch_size: int = 4) -> Bench:
-    job = Job.of(model, DataLoader(samples(64), batch_size), trainer())
+def bench_of(model: Any, *, batch_size: int = 4) -> SetupRuns:
+    job = TuneJob.of(model, DataLoader(samples(64), batch_size), trainer())
     answers = Answers(Path("answers.json"))
-    return Bench(job, CPU, "speed", limit=1 << 40, available=1 << 40, answers=answers, patience_s=60)
+    return SetupRuns(job, CPU, "speed", limit=1 << 40, available=1 << 40, answers=answers, patience_s=60)
 
 
 def needed(model: Any) -> int:
@@ -92,7 +92,7 @@ def test_a_batch_that_needs_more_later_is_no_winner() -> None:
     try:
         bench.limit = bench.facts(AS_IT_IS).needed_bytes + 64 * MIB
         # A larger batch takes half as long for a sample; by the 40th step it has come to the one that does not fit.
-        result = bench.compare("batch_size=8", AS_IT_IS, Setup(batch_size=8), 60.0)
+        result = bench.compare("batch_size=8", AS_IT_IS, TrialSetup(batch_size=8), 60.0)
         assert result.verdict == "needs more memory"
         assert any("batches differ in what they need" in note for note in bench.notes)
     finally:
@@ -109,7 +109,7 @@ def test_the_run_after_the_search_fits() -> None:
     data = DataLoader(samples(64), 8)
     outcome = searched(model, data, limit=limit, seconds=120.0)
     assert outcome.best.batch_size == 16
-    workers = Workers(Job.of(model, data, trainer()), 60)
+    workers = WorkerProcesses(TuneJob.of(model, data, trainer()), 60)
     try:
         run = workers.start(outcome.best)
         run.block(40)

@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from lightning_accel.search.judging import MAX_PAIRS, Facts, Side, judged, worth_of_memory, worth_of_start
-from lightning_accel.search.runs import Run
+from lightning_accel.search.judging import MAX_PAIRS, Facts, SetupSide, judged, worth_of_memory, worth_of_start
+from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.worker import Block
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import PairTest
@@ -34,7 +34,7 @@ class SimulatedRun:
 
 def compared(original: float, candidate: float, *, worth: float = 0.0, seed: int = 0) -> Result:
     noise = np.random.default_rng(seed)
-    sides = [Side(cast(Run, SimulatedRun(seconds, noise)), FACTS, 1) for seconds in (original, candidate)]
+    sides = [SetupSide(cast(TrialRun, SimulatedRun(seconds, noise)), FACTS, 1) for seconds in (original, candidate)]
     return judged("candidate", *sides, PairTest(0.001, worth), 1e6)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_accel.core.host import Host
-from lightning_accel.search.job import Job
+from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.knobs import Knob, knobs
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from support.search_runs import Sleeper, loader, trainer
 
 CPU = Host(kind="cpu", device_name="a CPU", compiler="g++")
@@ -20,15 +20,15 @@ FACTS = Facts(started_s=1.0, seconds=0.01, waited=0.5, peak_bytes=1 << 30, base_
 
 
 def named(name: str, objective: Objective = "speed", *, accumulate: int = 1, keeps: bool = False) -> Knob:
-    job = Job.of(Sleeper(), loader(8), trainer(accumulate_grad_batches=accumulate))
+    job = TuneJob.of(Sleeper(), loader(8), trainer(accumulate_grad_batches=accumulate))
     return next(knob for knob in knobs(job, CPU, objective, keeps_effective_batch=keeps) if knob.name == name)
 
 
 def tried(
-    knob: Knob, is_better: Callable[[Setup], bool], facts: Facts = FACTS, best: Setup | None = None
-) -> list[Setup]:
+    knob: Knob, is_better: Callable[[TrialSetup], bool], facts: Facts = FACTS, best: TrialSetup | None = None
+) -> list[TrialSetup]:
     """Everything that a knob has tried, told for each whether it was better."""
-    tries, found = knob.tries(facts, best or Setup()), []
+    tries, found = knob.tries(facts, best or TrialSetup()), []
     try:
         found.append(next(tries))
         while True:
@@ -37,7 +37,7 @@ def tried(
         return found
 
 
-def sizes(setups: list[Setup]) -> list[Any]:
+def sizes(setups: list[TrialSetup]) -> list[Any]:
     return [setup.batch_size for setup in setups]
 
 
@@ -59,7 +59,7 @@ def test_an_effective_batch_is_kept_by_accumulation() -> None:
 
 
 def test_a_batch_that_was_made_to_fit_grows_no_further_than_it_was() -> None:
-    fitting = Setup(batch_size=2, accumulate=4)
+    fitting = TrialSetup(batch_size=2, accumulate=4)
     found = tried(named("batch_size"), lambda setup: True, best=fitting)
     assert [(setup.batch_size, setup.accumulate) for setup in found] == [(4, 2), (8, 1)]
 
@@ -103,7 +103,7 @@ def test_memory_settings_are_asked_about_where_memory_counts() -> None:
 
 
 def test_what_the_user_has_set_is_not_asked_about() -> None:
-    job = Job.of(Sleeper(), loader(), trainer())
+    job = TuneJob.of(Sleeper(), loader(), trainer())
     job.plan = job.plan.replace(compile="on")
     names = {knob.name for knob in knobs(job, CPU, "speed", keeps_effective_batch=False)}
     assert not names & {"compile", "threads"}

@@ -7,35 +7,35 @@ from typing import Any
 
 import pytest
 
-from lightning_accel.search.job import Job
+from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.search_cache import Answers, answers_for
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 from support.search_runs import Broken, Sleeper, loader, trainer
 
 FACTS = Facts(1.0, 0.01, 0.0, 1 << 30, 1 << 29, 8, 4)
-WON = Result("batch_size=16", "faster", Interval(1.5, 1.2, 1.9), 40)
-LARGER = Setup(batch_size=16, plan={"compile": "on"})
+WON = Result("batch_size=16", "faster", RatioInterval(1.5, 1.2, 1.9), 40)
+LARGER = TrialSetup(batch_size=16, plan={"compile": "on"})
 
 
 def test_what_was_answered_is_there_for_a_second_search() -> None:
     answers = Answers(Path("found") / "one.json")
     answers.facts[LARGER.key] = FACTS
-    answers.add(Setup(), LARGER, WON)
+    answers.add(TrialSetup(), LARGER, WON)
     again = Answers(Path("found") / "one.json")
-    assert again.result(Setup(), LARGER) == WON
+    assert again.result(TrialSetup(), LARGER) == WON
     assert again.facts == {LARGER.key: FACTS}
-    assert again.result(LARGER, Setup()) is None
+    assert again.result(LARGER, TrialSetup()) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", '{"seconds": 9, "facts": {"a": {}}}'])
 def test_a_damaged_file_is_left_and_said(content: str) -> None:
     Path("one.json").write_text(content)
     answers = Answers(Path("one.json"))
-    assert answers.result(Setup(), LARGER) is None
+    assert answers.result(TrialSetup(), LARGER) is None
     assert answers.facts == {}
     assert "one.json is damaged" in answers.complaint
 
@@ -49,8 +49,8 @@ def test_another_model_batch_machine_or_aim_is_another_search() -> None:
         model: type[Sleeper] = Sleeper,
         **options: Any,
     ) -> int:
-        job = Job.of(model(), loader(batch_size), trainer(**options))
-        answers_for(job, host, objective, limit, 60.0).add(Setup(), LARGER, WON)
+        job = TuneJob.of(model(), loader(batch_size), trainer(**options))
+        answers_for(job, host, objective, limit, 60.0).add(TrialSetup(), LARGER, WON)
         return len(list(tuning_cache.searches().glob("*.json")))
 
     assert stored() == 1
@@ -65,16 +65,16 @@ def test_another_model_batch_machine_or_aim_is_another_search() -> None:
 
 
 def test_what_could_not_be_told_is_asked_again_by_a_longer_search() -> None:
-    unsure = Result("batch_size=16", "cannot tell", Interval(1.1, 0.9, 1.3), 40)
-    Answers(Path("one.json"), seconds=60).add(Setup(), LARGER, unsure)
-    assert Answers(Path("one.json"), seconds=30).result(Setup(), LARGER) == unsure
-    assert Answers(Path("one.json"), seconds=600).result(Setup(), LARGER) is None
+    unsure = Result("batch_size=16", "cannot tell", RatioInterval(1.1, 0.9, 1.3), 40)
+    Answers(Path("one.json"), seconds=60).add(TrialSetup(), LARGER, unsure)
+    assert Answers(Path("one.json"), seconds=30).result(TrialSetup(), LARGER) == unsure
+    assert Answers(Path("one.json"), seconds=600).result(TrialSetup(), LARGER) is None
 
 
 def test_answers_of_another_run_can_be_forgotten() -> None:
     answers = Answers()
     answers.facts[LARGER.key] = FACTS
-    answers.add(Setup(), LARGER, WON)
+    answers.add(TrialSetup(), LARGER, WON)
     answers.forget()
-    assert answers.result(Setup(), LARGER) is None
+    assert answers.result(TrialSetup(), LARGER) is None
     assert not answers.facts

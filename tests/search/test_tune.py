@@ -14,13 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_accel import tune
-from lightning_accel.search.job import Job
-from lightning_accel.search.search import Outcome
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.job import TuneJob
+from lightning_accel.search.search import SearchOutcome
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.tune import TuneResult, _places, _result, parse_time
 from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 from support.search_runs import Broken, Empty, Quiet, Samples, Scheduled, Sleeper, Slow, loader, searched, trainer
 
 pytestmark = pytest.mark.numbers
@@ -60,12 +60,12 @@ def test_the_best_batch_is_found_and_everything_is_as_it_was() -> None:
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_best_so_far_and_the_next_search_goes_on() -> None:
     outcome = searched(Sleeper(), loader(), Quiet(wins=1))
-    assert outcome.best == Setup(batch_size=16)
+    assert outcome.best == TrialSetup(batch_size=16)
     assert not outcome.is_whole
     assert any("a second search goes on from here" in note for note in outcome.notes)
     names = [result.name for result in outcome.results]
     assert names == ["batch_size=16"]
-    assert searched(Sleeper(), loader(), Quiet(wins=2)).best == Setup(batch_size=32)
+    assert searched(Sleeper(), loader(), Quiet(wins=2)).best == TrialSetup(batch_size=32)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_without_a_batch_size_to_set_the_search_says_so() -> None:
         pass
 
     outcome = searched(Sleeper(), Own(loader().dataset, batch_size=8))
-    assert outcome.best == Setup()
+    assert outcome.best == TrialSetup()
     assert any("batch_size was not tried" in note for note in outcome.notes)
 
 
@@ -143,10 +143,10 @@ def test_what_is_found_is_a_configuration() -> None:
 
 
 def test_what_no_configuration_has_a_place_for_is_said() -> None:
-    outcome = Outcome(
-        best=Setup(batch_size=32), results=[Result("batch_size=32", "faster", Interval(2.0, 1.9, 2.1), 20)]
+    outcome = SearchOutcome(
+        best=TrialSetup(batch_size=32), results=[Result("batch_size=32", "faster", RatioInterval(2.0, 1.9, 2.1), 20)]
     )
-    found = _result(outcome, Job.of(Sleeper(), Samples(), trainer()), places={})
+    found = _result(outcome, TuneJob.of(Sleeper(), Samples(), trainer()), places={})
     assert found.settings == {}
     assert found.has_changes
     assert "batch_size=32 has to be written by hand: no configuration has a place for it." in found.notes
@@ -155,4 +155,4 @@ def test_what_no_configuration_has_a_place_for_is_said() -> None:
 def test_hyperparameters_are_a_place() -> None:
     data = Samples()
     del data.batch_size
-    assert _places(Job.of(Sleeper(), data, trainer()))["batch_size"] == [("data", "batch_size")]
+    assert _places(TuneJob.of(Sleeper(), data, trainer()))["batch_size"] == [("data", "batch_size")]

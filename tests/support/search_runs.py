@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.host import Host
-from lightning_accel.search.job import Job
-from lightning_accel.search.search import Outcome, Search
+from lightning_accel.search.job import TuneJob
+from lightning_accel.search.search import Search, SearchOutcome
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import Setup
+from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import Result
 
 STEP_S = 0.05
@@ -111,14 +111,16 @@ class Quiet:
 
     def trying(self, what: str) -> None: ...
 
-    def told(self, result: Result, best: Setup) -> None:
+    def told(self, result: Result, best: TrialSetup) -> None:
         self.wins -= result.is_won
         if not self.wins:
             raise KeyboardInterrupt
 
 
-def searched(model: Any, data: Any, watcher: Quiet | None = None, seconds: float = 60.0, **options: Any) -> Outcome:
-    job = Job.of(model, data, trainer())
+def searched(
+    model: Any, data: Any, watcher: Quiet | None = None, seconds: float = 60.0, **options: Any
+) -> SearchOutcome:
+    job = TuneJob.of(model, data, trainer())
     given: dict[str, Any] = {"objective": "speed", "limit": None, "available": 1 << 40, "keeps_effective_batch": False}
     host = Host(kind="cpu", device_name="a CPU")
     search = Search(

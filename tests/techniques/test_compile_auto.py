@@ -22,7 +22,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.trial import Trial
 from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation, compiled_blocks
-from lightning_accel.techniques.arms import OFF, Arm, Setup
+from lightning_accel.techniques.arms import OFF, Arm, ArmSetup
 from lightning_accel.techniques.compilation import CompilationOnTrial
 from lightning_accel.techniques.notes import Verdict
 from support.live_runs import OTHERS_OFF
@@ -79,7 +79,7 @@ def blocks(*factors: float) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), *(Block(factor) for factor in factors))
 
 
-def started(model: nn.Module, **plan: Any) -> tuple[Handle, Arm, Setup]:
+def started(model: nn.Module, **plan: Any) -> tuple[Handle, Arm, ArmSetup]:
     """A run after the trials of the parts, with its arm."""
     handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "auto"} | plan), host=CPU)
     for _ in range(3):
@@ -97,7 +97,7 @@ def train(handle: Handle, size: int = 3) -> Tensor:
     return loss.detach()
 
 
-def set_up(handle: Handle, arm: Arm, setup: Setup, may_take_s: float = math.inf) -> float | None:
+def set_up(handle: Handle, arm: Arm, setup: ArmSetup, may_take_s: float = math.inf) -> float | None:
     setup.begin(may_take_s)
     arm.choose("on")
     train(handle)

@@ -14,12 +14,12 @@ from torch import nn
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import Interval
+from lightning_accel.tuning.pairs import RatioInterval
 from lightning_accel.tuning.tuning_cache import DamagedError, Key
 from lightning_accel.tuning.tuning_result import Tuning
 
 ARMS = [Arm("attention", ("on",), lambda choice: None)]
-WHOLE = Result("whole plan", "faster", Interval(1.3, 1.2, 1.4), 24)
+WHOLE = Result("whole plan", "faster", RatioInterval(1.3, 1.2, 1.4), 24)
 SETTLED = Tuning({"attention": "on"}, {"attention": WHOLE}, WHOLE, is_settled=True)
 
 

@@ -19,7 +19,7 @@ from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measured, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tolerance import Spread
-from lightning_accel.core.trial import Comparison, Trial, Variant, VerdictKind
+from lightning_accel.core.trial import NumbersComparison, Trial, Variant, VerdictKind
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.row_formula import ByRows
@@ -84,7 +84,7 @@ class Rehearsal:
         self._by_clock = by_clock
         self._purse = purse
         self._spreads = {} if spreads is None else spreads
-        self._failures: dict[str, Comparison] = {}
+        self._failures: dict[str, NumbersComparison] = {}
         self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
         self._measured: dict[str, list[Measured]] = defaultdict(list)
         self._num_attentions = 0
@@ -120,7 +120,9 @@ class Rehearsal:
                 if failure is not None:
                     self._failures[backend.name] = failure
 
-    def _try(self, trial: Trial, original: Variant, candidate: Variant, backend: WatchedBackend) -> Comparison | None:
+    def _try(
+        self, trial: Trial, original: Variant, candidate: Variant, backend: WatchedBackend
+    ) -> NumbersComparison | None:
         """Why a backend may not compute this attention; None if it may."""
         found = trial.numbers(original, candidate)
         if found.spread is not None and found.spread.num_orders:
@@ -129,7 +131,7 @@ class Rehearsal:
         if found.failure:
             return found
         if backend.lacking and len(self._backends) > 1:
-            return Comparison(failure=backend.lacking[-1])
+            return NumbersComparison(failure=backend.lacking[-1])
         if not self._by_clock:
             return None
         found = trial.time(original, candidate)

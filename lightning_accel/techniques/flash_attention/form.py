@@ -37,7 +37,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """One attention in a graph: softmax(edits(query @ key^T)) @ value."""
 
     # A node, and where in it each of (batch…, T or S, D) stands, None for one that it lacks.
@@ -63,11 +63,11 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Finding:
+class AttentionFinding:
     """A softmax in a graph: the attention around it, or the first thing that is not as in attention."""
 
     softmax: Node
-    form: Form | None = None
+    form: AttentionForm | None = None
     reason: str = ""  # why it is not attention
 
     def __str__(self) -> str:

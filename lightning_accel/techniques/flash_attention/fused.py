@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.form import Edit, Form, Order
+from lightning_accel.techniques.flash_attention.form import AttentionForm, Edit, Order
 from lightning_accel.techniques.flash_attention.graph import is_tensor, value
 from lightning_accel.techniques.flash_attention.masks import (
     CAUSAL,
@@ -45,7 +45,7 @@ class MaskSource:
 class FusedAttention:
     """Attention of a form, whose nodes are given at a call."""
 
-    form: Form
+    form: AttentionForm
     inputs: list[Node]  # what a call gives the values of
     sources: dict[Node, MaskSource]  # those masks that are calculated from inputs
     original: Callable[..., Tensor]  # what was there before, as a function of the inputs

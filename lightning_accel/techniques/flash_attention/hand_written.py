@@ -24,7 +24,7 @@ from lightning_accel.core.torch_private.modes import has_modes, without_dispatch
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
-from lightning_accel.techniques.flash_attention.form import Finding
+from lightning_accel.techniques.flash_attention.form import AttentionFinding
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
@@ -38,7 +38,7 @@ class Capture:
 
     def __init__(self, forward: Forward) -> None:
         self.has_breaks = False  # it came in more than one graph, or none
-        self.findings: list[Finding] = []  # graph by graph
+        self.findings: list[AttentionFinding] = []  # graph by graph
         self.graphs = 0  # how often it was captured
         self.misses = 0  # how often that was because another module differs from those before
         self._runs = 0  # of graphs, in one call

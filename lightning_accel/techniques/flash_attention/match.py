@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lightning_accel.techniques.flash_attention.form import Edit, Finding, Form, Order
+from lightning_accel.techniques.flash_attention.form import AttentionFinding, AttentionForm, Edit, Order
 from lightning_accel.techniques.flash_attention.graph import (
     VIEWS,
     Product,
@@ -46,7 +46,7 @@ class NotAttentionError(Exception):
     """Why something that looked like attention is left alone; the text goes into the report."""
 
 
-def find_attention(graph: Graph) -> Iterator[Finding]:
+def find_attention(graph: Graph) -> Iterator[AttentionFinding]:
     """What there is around every softmax of ``graph``, one at a time: the graph may be edited in between."""
     for node in list(graph.nodes):
         softmax = read_softmax(node)
@@ -55,9 +55,9 @@ def find_attention(graph: Graph) -> Iterator[Finding]:
         path = _path_from_product(softmax.scores, _DEPTH)
         try:
             _need(bool(path), "no matrix product leads to its softmax")
-            yield Finding(node, form=_Reader(path, softmax).read())
+            yield AttentionFinding(node, form=_Reader(path, softmax).read())
         except NotAttentionError as reason:
-            yield Finding(node, reason=str(reason))
+            yield AttentionFinding(node, reason=str(reason))
 
 
 def _need(condition: bool, reason: str) -> None:
@@ -117,7 +117,7 @@ class _Reader:
         _need(is_of_keys, "its softmax runs over another dimension than the keys")
         return rows[-1], column
 
-    def read(self) -> Form:
+    def read(self) -> AttentionForm:
         start, end = self.path[0], self.softmax.nodes[-1]
         query, key = (self._operand(label, [*self.batch, label]) for label in (self.row, self.column))
         _need(not is_in_place(start), "its first product is written into a tensor that is there already")
@@ -136,7 +136,7 @@ class _Reader:
         values, out_order = self._read_second_product(user, weights[-1])
         chain = (*self.spare, *weights, user)
         _check_between(start, user, chain)
-        return Form(
+        return AttentionForm(
             query=query,
             key=key,
             value=values,

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_accel.techniques.flash_attention.call import sdpa
-from lightning_accel.techniques.flash_attention.form import Edit, Finding, Form
+from lightning_accel.techniques.flash_attention.form import AttentionFinding, AttentionForm, Edit
 from lightning_accel.techniques.flash_attention.fused import Compute, FusedAttention, MaskSource
 from lightning_accel.techniques.flash_attention.graph import (
     VIEWS,
@@ -47,7 +47,7 @@ def by_sdpa(original: Callable[..., Tensor], fused: Callable[..., Tensor], args:
     return fused(sdpa, *args)
 
 
-def fuse_attention(module: GraphModule, compute: Compute = by_sdpa) -> list[Finding]:
+def fuse_attention(module: GraphModule, compute: Compute = by_sdpa) -> list[AttentionFinding]:
     """Replaces every attention in a captured graph, in place, and returns what there was around every softmax.
 
     The graph has the fake tensors that the capture left in its nodes. ``compute`` has each attention computed: by its
@@ -55,7 +55,7 @@ def fuse_attention(module: GraphModule, compute: Compute = by_sdpa) -> list[Find
     """
     _take_sizes_from_operands(module.graph)
     _read_writes_as_values(module.graph)
-    findings: list[Finding] = []
+    findings: list[AttentionFinding] = []
     for finding in find_attention(module.graph):
         if finding.form is not None:
             _replace(module, finding.form, compute)
@@ -125,7 +125,7 @@ def _take_sizes_from_operands(graph: Graph) -> None:
 # -- the replacement -----------------------------------------------------------------------------------------------
 
 
-def _replace(module: GraphModule, form: Form, compute: Compute) -> None:
+def _replace(module: GraphModule, form: AttentionForm, compute: Compute) -> None:
     graph, last = module.graph, form.last
     sources = {edit.by: source for edit in form.edits if (source := _mask_source(module, edit)) is not None}
     given = [operand[0] for operand in (form.query, form.key, form.value)]

@@ -17,7 +17,7 @@ _SHUFFLES = ("COPY", "SWAP", "DUP", "ROT", "JUMP", "POP_JUMP", "FOR_ITER", "SEND
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ActivationCall:
     """A call of one thing with one positional argument."""
 
     callee: str  # the attribute that is called, "relu" of self.relu(x); empty: something else
@@ -27,7 +27,7 @@ class Call:
     reader: str | None  # the attribute of self that is called next, with the result, of which nothing else stays
 
 
-def read_call(code: CodeType, offset: int) -> Call | None:
+def read_call(code: CodeType, offset: int) -> ActivationCall | None:
     """Reads the call at ``offset`` of ``code``; None where it is of another form than can be told for certain."""
     found, at = at_call(code, offset)
     if at < 0 or found[at].offset != offset or (callee := _callee(found, at)) is None:
@@ -36,7 +36,7 @@ def read_call(code: CodeType, offset: int) -> Call | None:
     argument = _loaded(last)
     if argument is not None and variables(last) != (argument,):
         return None  # two variables by one instruction
-    return Call(
+    return ActivationCall(
         callee=_name(code, found, callee),
         argument=argument,
         is_spent=argument is not None and _is_spent(found, at, argument),

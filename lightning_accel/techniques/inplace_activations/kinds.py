@@ -19,7 +19,7 @@ _ROUNDS = "in place its gradient is computed from its rounded result: other numb
 
 
 @dataclass(frozen=True)
-class Kind:
+class ActivationKind:
     """How one ``forward`` of torch's is done in place."""
 
     # Of the module and its input. The module's own `inplace` is not touched: another thread may be reading it.
@@ -29,23 +29,23 @@ class Kind:
     is_dropout: bool = False  # so that it hands out its very input in evaluation and with p=0
 
 
-_KINDS: dict[Any, Kind] = {
-    nn.ReLU.forward: Kind(lambda m, x: F.relu(x, True)),
-    nn.LeakyReLU.forward: Kind(lambda m, x: F.leaky_relu(x, m.negative_slope, True), saves_result=True),
-    nn.RReLU.forward: Kind(lambda m, x: F.rrelu(x, m.lower, m.upper, m.training, True), saves_result=True),
-    nn.Dropout.forward: Kind(lambda m, x: F.dropout(x, m.p, m.training, True), is_dropout=True),
-    nn.Dropout1d.forward: Kind(lambda m, x: F.dropout1d(x, m.p, m.training, True), is_dropout=True),
-    nn.Dropout2d.forward: Kind(lambda m, x: F.dropout2d(x, m.p, m.training, True), is_dropout=True),
-    nn.Dropout3d.forward: Kind(lambda m, x: F.dropout3d(x, m.p, m.training, True), is_dropout=True),
-    nn.ELU.forward: Kind(lambda m, x: F.elu(x, m.alpha, True), _ROUNDS),
-    nn.CELU.forward: Kind(lambda m, x: F.celu(x, m.alpha, True), _ROUNDS),
-    nn.SELU.forward: Kind(lambda m, x: F.selu(x, True), _ROUNDS),
-    nn.Hardtanh.forward: Kind(lambda m, x: F.hardtanh(x, m.min_val, m.max_val, True), _COPIES),
-    nn.Hardsigmoid.forward: Kind(lambda m, x: F.hardsigmoid(x, True), _COPIES),
-    nn.Hardswish.forward: Kind(lambda m, x: F.hardswish(x, True), _COPIES),
-    nn.SiLU.forward: Kind(lambda m, x: F.silu(x, True), _COPIES),
-    nn.Mish.forward: Kind(lambda m, x: F.mish(x, True), _COPIES),
-    nn.Threshold.forward: Kind(lambda m, x: F.threshold(x, m.threshold, m.value, True), _COPIES),
+_KINDS: dict[Any, ActivationKind] = {
+    nn.ReLU.forward: ActivationKind(lambda m, x: F.relu(x, True)),
+    nn.LeakyReLU.forward: ActivationKind(lambda m, x: F.leaky_relu(x, m.negative_slope, True), saves_result=True),
+    nn.RReLU.forward: ActivationKind(lambda m, x: F.rrelu(x, m.lower, m.upper, m.training, True), saves_result=True),
+    nn.Dropout.forward: ActivationKind(lambda m, x: F.dropout(x, m.p, m.training, True), is_dropout=True),
+    nn.Dropout1d.forward: ActivationKind(lambda m, x: F.dropout1d(x, m.p, m.training, True), is_dropout=True),
+    nn.Dropout2d.forward: ActivationKind(lambda m, x: F.dropout2d(x, m.p, m.training, True), is_dropout=True),
+    nn.Dropout3d.forward: ActivationKind(lambda m, x: F.dropout3d(x, m.p, m.training, True), is_dropout=True),
+    nn.ELU.forward: ActivationKind(lambda m, x: F.elu(x, m.alpha, True), _ROUNDS),
+    nn.CELU.forward: ActivationKind(lambda m, x: F.celu(x, m.alpha, True), _ROUNDS),
+    nn.SELU.forward: ActivationKind(lambda m, x: F.selu(x, True), _ROUNDS),
+    nn.Hardtanh.forward: ActivationKind(lambda m, x: F.hardtanh(x, m.min_val, m.max_val, True), _COPIES),
+    nn.Hardsigmoid.forward: ActivationKind(lambda m, x: F.hardsigmoid(x, True), _COPIES),
+    nn.Hardswish.forward: ActivationKind(lambda m, x: F.hardswish(x, True), _COPIES),
+    nn.SiLU.forward: ActivationKind(lambda m, x: F.silu(x, True), _COPIES),
+    nn.Mish.forward: ActivationKind(lambda m, x: F.mish(x, True), _COPIES),
+    nn.Threshold.forward: ActivationKind(lambda m, x: F.threshold(x, m.threshold, m.value, True), _COPIES),
 }
 
 # They read what they are given, keep it only for their backward pass, and give something new.
@@ -60,7 +60,7 @@ _READERS = frozenset(
 )
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> ActivationKind | None:
     """The kind of ``module``, if it has an in-place form and is not set to it; nothing of the module's own is run."""
     forward = inspect.getattr_static(type(module), "forward", None)
     is_out_of_place = module.__dict__.get("inplace") is False

@@ -31,8 +31,8 @@ from lightning_accel.core.torch_private.autograd import has_gradient_hooks, is_t
 from lightning_accel.core.torch_private.modes import has_modes
 from lightning_accel.core.torch_private.modules import eager_call
 from lightning_accel.core.torch_private.tensors import handles_on_storage, handles_on_tensor
-from lightning_accel.techniques.inplace_activations.callers import Call, read_call
-from lightning_accel.techniques.inplace_activations.kinds import Kind, only_reads
+from lightning_accel.techniques.inplace_activations.callers import ActivationCall, read_call
+from lightning_accel.techniques.inplace_activations.kinds import ActivationKind, only_reads
 
 SMALLEST = 2**14
 """Elements. On fewer, an allocation that is spared is not worth the look."""
@@ -65,7 +65,7 @@ class Site:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: ActivationKind,
         names: frozenset[str],  # of the attributes that hold the module
         counts: Callable[[], Counts | str],  # or why they are not known
         smallest: int = SMALLEST,  # elements, below which it does not ask
@@ -141,7 +141,7 @@ class Site:
         return self._judge(module, x, caller, call_in(caller), numbers)
 
     def _judge(
-        self, module: nn.Module, x: Tensor, caller: FrameType, call: Call | None, numbers: Numbers
+        self, module: nn.Module, x: Tensor, caller: FrameType, call: ActivationCall | None, numbers: Numbers
     ) -> str | None:
         counts = self._counts()
         if isinstance(counts, str):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.techniques.inplace_activations.callers import Call
+from lightning_accel.techniques.inplace_activations.callers import ActivationCall
 from lightning_accel.techniques.inplace_activations.kinds import kind_of
 from lightning_accel.techniques.inplace_activations.ownership import Counts, Numbers, Site
 
@@ -64,7 +64,7 @@ class _Recorder(Site):
 
     @override
     def _judge(
-        self, module: nn.Module, x: Tensor, caller: FrameType, call: Call | None, numbers: Numbers
+        self, module: nn.Module, x: Tensor, caller: FrameType, call: ActivationCall | None, numbers: Numbers
     ) -> str | None:
         is_spent = caller.f_code is _Probe.spent.__code__
         is_as_written = call is not None and call.callee == "act" and call.is_spent is is_spent

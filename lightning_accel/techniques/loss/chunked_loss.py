@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class LossForm:
     """How logits and loss are computed; the first three as in :func:`torch.nn.functional.cross_entropy`."""
 
     reduction: str = "mean"
@@ -60,7 +60,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Problem:
+class LossProblem:
     """One cross-entropy of one linear layer.
 
     Where it ``computes_twice``, the backward pass computes the logits again; else gradients as large as the layer wait
@@ -72,12 +72,12 @@ class Problem:
     bias: Tensor | None  # (V,)
     target: Tensor  # classes, (N,), int64
     class_weight: Tensor | None  # as `weight` of the cross-entropy, (V,); it gets no gradient
-    form: Form
+    form: LossForm
     rows_at_once: int | None = None  # None: a sixteenth, and more where these are too few to be fast
     computes_twice: bool = False
 
 
-def linear_cross_entropy(problem: Problem) -> Tensor:
+def linear_cross_entropy(problem: LossProblem) -> Tensor:
     """``F.cross_entropy(F.linear(rows, weight, bias), target, …)`` without the logits: a scalar, or (N,) unreduced.
 
     Gradients flow to rows, weight and bias, through a second backward pass and through one of higher order, too;
@@ -87,7 +87,7 @@ def linear_cross_entropy(problem: Problem) -> Tensor:
     return _LinearCrossEntropy.apply(p.rows, p.weight, p.bias, p, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
 
 
-def plain_cross_entropy(problem: Problem) -> Tensor:
+def plain_cross_entropy(problem: LossProblem) -> Tensor:
     """The same, with the logits, as it would be written."""
     p, form = problem, problem.form
     rows, weight, bias = (None if t is None else t.to(form.logits_dtype) for t in (p.rows, p.weight, p.bias))
@@ -100,7 +100,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, with_gradients: bool
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, problem: LossProblem, with_gradients: bool
     ) -> Tensor:
         form = problem.form
         ctx.wanted = tuple(with_gradients and needed for needed in ctx.needs_input_grad[:3])
@@ -126,7 +126,7 @@ class _LinearCrossEntropy(Function):
         upstream: Tensor = gradients[0]
         saved: Any = ctx.saved_tensors if _is_needed(ctx) else (None,) * 5
         rows, weight, bias, target, class_weight = saved
-        problem = Problem(rows, weight, bias, target, class_weight, ctx.form, ctx.rows_at_once)
+        problem = LossProblem(rows, weight, bias, target, class_weight, ctx.form, ctx.rows_at_once)
         if torch.is_grad_enabled():  # by create_graph=True
             return (*_differentiable(problem, ctx.wanted, upstream), None, None)
         if ctx.form.reduction == "none":
@@ -150,18 +150,18 @@ def _scaled(gradient: Tensor, share: Tensor) -> Tensor:
     return gradient.mul_(share) if gradient.dtype == share.dtype else gradient.to(share.dtype).mul_(share)
 
 
-def _differentiable(problem: Problem, wanted: Sequence[bool], upstream: Tensor) -> list[Tensor | None]:
+def _differentiable(problem: LossProblem, wanted: Sequence[bool], upstream: Tensor) -> list[Tensor | None]:
     inputs = [t for t, needed in zip((problem.rows, problem.weight, problem.bias), wanted, strict=True) if needed]
     loss = plain_cross_entropy(problem)
     found = iter(torch.autograd.grad(loss, [t for t in inputs if t is not None], upstream, create_graph=True))
     return [next(found) if needed else None for needed in wanted]
 
 
-def _boost(form: Form) -> float:
+def _boost(form: LossForm) -> float:
     return _BOOST if form.logits_dtype == torch.float16 else 1.0
 
 
-def _counts(problem: Problem) -> Tensor:
+def _counts(problem: LossProblem) -> Tensor:
     """For every row how much it counts: its class's weight, or 1; 0 where it is ignored.
 
     Shape: (N,).
@@ -173,12 +173,14 @@ def _counts(problem: Problem) -> Tensor:
     return weights.where(kept, 0.0)
 
 
-def _in_pieces(problem: Problem, wanted: Sequence[bool], upstream: Tensor | None = None) -> tuple[Tensor, Gradients]:
+def _in_pieces(
+    problem: LossProblem, wanted: Sequence[bool], upstream: Tensor | None = None
+) -> tuple[Tensor, Gradients]:
     with torch.autocast(problem.rows.device.type, enabled=False):  # which dtype each part has is settled here
         return _computed(problem, wanted, upstream)
 
 
-def _computed(problem: Problem, wanted: Sequence[bool], upstream: Tensor | None) -> tuple[Tensor, Gradients]:
+def _computed(problem: LossProblem, wanted: Sequence[bool], upstream: Tensor | None) -> tuple[Tensor, Gradients]:
     """The losses, (N,), and the gradients of their sum, or of their product with ``upstream``, (N,), times the boost.
 
     With p the probabilities, y the targets, e the smoothing and w the weights of the V classes, the loss of a row is

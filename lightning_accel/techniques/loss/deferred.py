@@ -20,10 +20,10 @@ from lightning_accel.core.report import EditError
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.tensors import version_of, wrapper_tensor
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.techniques.loss.chunked_loss import Form, Problem
-from lightning_accel.techniques.loss.logit_ops import Place, getters, rearranged
+from lightning_accel.techniques.loss.chunked_loss import LossForm, LossProblem
+from lightning_accel.techniques.loss.logit_ops import LogitOp, getters, rearranged
 
-Fuse: TypeAlias = "Callable[[Problem], Tensor | str]"
+Fuse: TypeAlias = "Callable[[LossProblem], Tensor | str]"
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class DeferredLogits(Tensor):
     """
 
     family: Family
-    place: Place  # what it would be computed from
+    place: LogitOp  # what it would be computed from
     _origin: tuple[DeferredLogits, Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
     _computed: Tensor | None
 
@@ -116,10 +116,10 @@ class DeferredLogits(Tensor):
         """The output of the call."""
         shape = (*family.rows.shape[:-1], len(family.weight))
         like = torch.empty(shape, dtype=family.dtype, device="meta")
-        return cls._made(family, Place(family.rows, like.dim() - 1, like), None)
+        return cls._made(family, LogitOp(family.rows, like.dim() - 1, like), None)
 
     @classmethod
-    def _made(cls, family: Family, place: Place, origin: Any) -> Self:
+    def _made(cls, family: Family, place: LogitOp, origin: Any) -> Self:
         # Part of the graph: what does not ask __torch_function__ (an autograd.Function) still finds the way back.
         made: Self = _Edge.apply(place.rows, family.weight, family.bias, cls, family, place)  # type: ignore[no-untyped-call]
         made.family, made.place, made._origin, made._computed = family, place, origin, None
@@ -229,7 +229,7 @@ class DeferredLogits(Tensor):
         if is_checkpointing():
             return "a loss that is checkpointed"
         family.check()
-        form = Form(
+        form = LossForm(
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -237,7 +237,7 @@ class DeferredLogits(Tensor):
             loss_dtype=dtype,
         )
         rows = rows.movedim(class_dim, -1).reshape(-1, rows.shape[class_dim])
-        found = family.fuse(Problem(rows, family.weight, family.bias, target.reshape(-1), weight, form))
+        found = family.fuse(LossProblem(rows, family.weight, family.bias, target.reshape(-1), weight, form))
         if isinstance(found, str):
             return found
         # One without gradients, for a log, is no obstacle to the one that is trained on.
@@ -257,7 +257,7 @@ class _Edge(Function):
         bias: Tensor | None,
         cls: type[DeferredLogits],
         family: Family,
-        place: Place,
+        place: LogitOp,
     ) -> Tensor:
         # Not by save_for_backward: hooks on saved tensors are for what is really used.
         ctx.given, ctx.check = (rows, weight, bias), family.check

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.core.trial import Comparison, Trial, Variant
-from lightning_accel.techniques.loss.chunked_loss import Problem, linear_cross_entropy
+from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.techniques.loss.chunked_loss import LossProblem, linear_cross_entropy
 
 ROWS, CLASSES, AT_ONCE = 48, 4096, 16  # three pieces; a copy of the weight in float64 is small beside the logits
 
 
-def compared(problem: Problem, with_gradients: bool) -> Comparison:
+def compared(problem: LossProblem, with_gradients: bool) -> NumbersComparison:
     """Whether the numbers differ from the plain way's by more than its own spread.
 
     What is in float64 is tried in float32: there is no wider yardstick, and the few orders in which a small problem can
@@ -45,7 +45,7 @@ def compared(problem: Problem, with_gradients: bool) -> Comparison:
     return trial.numbers(Variant(plain), Variant(in_pieces))
 
 
-def _targets(problem: Problem) -> Tensor:
+def _targets(problem: LossProblem) -> Tensor:
     """Of the first rows, among the classes that are tried. Where more than a sixth are ignored, others are made up."""
     target = problem.target[:ROWS]
     numbers = torch.arange(len(target), device=target.device)
@@ -57,7 +57,7 @@ def _targets(problem: Problem) -> Tensor:
 class _Plain(nn.Module):
     """The plain way, in whatever dtype its parameters are."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: LossProblem) -> None:
         super().__init__()
         self._form = problem.form
         self.weight = _part(problem.weight)
@@ -74,7 +74,7 @@ class _Plain(nn.Module):
         return form.cross_entropy(logits, target, self.class_weight)
 
 
-def _in_float32(problem: Problem) -> Problem:
+def _in_float32(problem: LossProblem) -> LossProblem:
     def cast(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.detach().float().requires_grad_(tensor.requires_grad)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.measured import Measured
 from lightning_accel.core.torch_private.autograd import is_transformed
-from lightning_accel.techniques.loss.chunked_loss import Form, Problem, linear_cross_entropy
+from lightning_accel.techniques.loss.chunked_loss import LossForm, LossProblem, linear_cross_entropy
 from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
 from lightning_accel.techniques.loss.head_trial import compared
 
@@ -139,7 +139,7 @@ class Head:
             return None
         return dtype
 
-    def _fuse(self, problem: Problem) -> Tensor | str:
+    def _fuse(self, problem: LossProblem) -> Tensor | str:
         form = problem.form
         needs_gradients = torch.is_grad_enabled() and (problem.rows.requires_grad or problem.weight.requires_grad)
         # A gradient as large as the weight waits for each loss: of few rows the logits are less than that.
@@ -162,9 +162,9 @@ class Head:
         self._num_waiting = max(0, self._num_waiting - is_waiting)
         self.before_weights_change()
 
-    def _failure(self, problem: Problem, with_gradients: bool) -> str:
+    def _failure(self, problem: LossProblem, with_gradients: bool) -> str:
         """What is wrong with the numbers of the first loss of its form; empty: nothing."""
-        form: Form = problem.form
+        form: LossForm = problem.form
         autocast = torch.is_autocast_enabled(problem.rows.device.type)
         kind = (form, problem.class_weight is None, with_gradients, autocast)
         if kind in self._tried:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class LogitOp:
     """Logits by what they would be computed from."""
 
     rows: Tensor  # the head's input, with the same views taken of it, features in the place of classes
@@ -20,10 +20,10 @@ class Place:
     like: Tensor  # on the meta device, with the logits' shape, strides and dtype
 
 
-Rule: TypeAlias = "Callable[[Place, Any, Sequence[Any], Mapping[str, Any]], Place | None]"
+Rule: TypeAlias = "Callable[[LogitOp, Any, Sequence[Any], Mapping[str, Any]], LogitOp | None]"
 
 
-def rearranged(place: Place, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Place | None:
+def rearranged(place: LogitOp, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LogitOp | None:
     """Where ``func(logits, *args, **kwargs)`` has its values from; None: it is more than a move.
 
     Mistakes raise what they would raise, in ``func`` itself. What changes nothing gives ``place`` back.
@@ -32,26 +32,26 @@ def rearranged(place: Place, func: Any, args: Sequence[Any], kwargs: Mapping[str
     return None if rule is None else rule(place, func, args, kwargs)
 
 
-def _reshaped(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _reshaped(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     if place.class_dim != place.like.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
         return None
     like = func(place.like, *args, **kwargs)
     if like.dim() == 0 or like.shape[-1] != place.like.shape[-1] or like.dtype != place.like.dtype:
         return None
     rows = place.rows.reshape(*like.shape[:-1], place.rows.shape[-1])
-    return Place(rows, like.dim() - 1, like)
+    return LogitOp(rows, like.dim() - 1, like)
 
 
-def _permuted(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _permuted(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     like = func(place.like, *args, **kwargs)
     # Dimensions of different sizes show where each of them went.
     sizes = range(2, place.like.dim() + 2)
     went = func(torch.empty(*sizes, device="meta"), *args, **kwargs)
     rows = func(place.rows, *args, **kwargs)
-    return Place(rows, went.shape.index(sizes[place.class_dim]), like)
+    return LogitOp(rows, went.shape.index(sizes[place.class_dim]), like)
 
 
-def _indexed(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _indexed(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     item = args[0]
     num_dims, class_dim = place.like.dim(), place.class_dim
     if type(item) is Tensor:  # a mask of tokens
@@ -59,7 +59,7 @@ def _indexed(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
             return None
         rows = place.rows[item]
         like = torch.empty(*rows.shape[:-1], place.like.shape[-1], dtype=place.like.dtype, device="meta")
-        return Place(rows, like.dim() - 1, like)
+        return LogitOp(rows, like.dim() - 1, like)
     items = item if isinstance(item, tuple) else (item,)
     if not all(type(one) in (int, slice, EllipsisType) for one in items):
         return None
@@ -70,10 +70,10 @@ def _indexed(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
         return None
     like, rows = place.like[full], place.rows[full]
     num_gone = sum(type(one) is int for one in full[:class_dim])
-    return Place(rows, class_dim - num_gone, like)
+    return LogitOp(rows, class_dim - num_gone, like)
 
 
-def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _cast(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     dtype = _CASTS.get(func)
     if dtype is None:
         given = [*args, *(value for name, value in kwargs.items() if name != "non_blocking")]
@@ -90,10 +90,10 @@ def _cast(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
     # Into a wider one only: nothing may be lost on the way to the loss.
     if torch.promote_types(dtype, place.like.dtype) != dtype or dtype not in (torch.float32, torch.float64):
         return None
-    return Place(place.rows, place.class_dim, place.like.to(dtype))
+    return LogitOp(place.rows, place.class_dim, place.like.to(dtype))
 
 
-def _moved(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _moved(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     wanted = torch.device("cpu" if func is Tensor.cpu else "cuda")
     return None if args or kwargs or not _is_on(place.rows.device, wanted) else place
 
@@ -102,13 +102,13 @@ def _is_on(device: torch.device, wanted: torch.device) -> bool:
     return wanted.type == device.type and torch.empty(0, device=wanted).device == device
 
 
-def _cloned(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _cloned(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     return None if args or kwargs else replace(place)
 
 
-def _contiguous(place: Place, func: Any, args: Any, kwargs: Any) -> Place | None:
+def _contiguous(place: LogitOp, func: Any, args: Any, kwargs: Any) -> LogitOp | None:
     like = func(place.like, *args, **kwargs)
-    return place if like is place.like else Place(place.rows, place.class_dim, like)
+    return place if like is place.like else LogitOp(place.rows, place.class_dim, like)
 
 
 def getters(*names: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """A decoder trains on one, two and four CPU processes; each writes the memory that it needs to ``<case>.<rank>.json``.
 
-Run by a test in a process of its own: python memory_ranks.py FOLDER [CASE ...]
+DecoderRun by a test in a process of its own: python memory_ranks.py FOLDER [CASE ...]
 
 Cases that take as many processes run one after another in the same forks: what DTensor learns of an operator, it has to
 learn once. What is read is storages, each once:
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, memory_per_device
-from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, Decoder, Optimizer, Precision, Run
+from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, Decoder, DecoderRun, Optimizer, Precision
 from lightning_accel.memory.recompute import recomputed
 from lightning_accel.strategies import sharding
 from lightning_accel.strategies.sharding import shard
@@ -139,7 +139,7 @@ def expected(case: Case) -> DeviceMemory:
         tied_embeddings=case.tied,
     )
     batch = Batch(seq_len=case.seq_len, batch_size=2, heads=HEADS, attention=case.attention)
-    run = Run(
+    run = DecoderRun(
         decoder=decoder,
         batch=batch,
         precision=case.precision,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core.trial import Comparison, Trial
+from lightning_accel.core.trial import NumbersComparison, Trial
 from lightning_accel.settings import Plan
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -50,7 +50,7 @@ def assert_same_step(model: nn.Module, handle: Handle, plain: nn.Module, inputs:
 def clock(monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
     """Lets every trial find channels_last ``speed`` times as fast, whatever this machine is doing."""
 
-    def time(self: Trial, original: Any, candidate: Any) -> Comparison:
-        return Comparison(original_ms=10.0, candidate_ms=10.0 / speed)
+    def time(self: Trial, original: Any, candidate: Any) -> NumbersComparison:
+        return NumbersComparison(original_ms=10.0, candidate_ms=10.0 / speed)
 
     monkeypatch.setattr(Trial, "time", time)

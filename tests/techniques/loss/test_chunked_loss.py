@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_accel.core.tolerance import deviation
-from lightning_accel.techniques.loss.chunked_loss import Form, Problem, linear_cross_entropy, plain_cross_entropy
+from lightning_accel.techniques.loss.chunked_loss import (
+    LossForm,
+    LossProblem,
+    linear_cross_entropy,
+    plain_cross_entropy,
+)
 from support.loss_models import watched
 
 pytestmark = pytest.mark.numbers
@@ -26,7 +31,7 @@ EVERY_FORM = pytest.mark.parametrize(
 def problem(
     dtype: torch.dtype, *, reduction: str = "mean", smoothing: float = 0.0, weighted: bool = False, bias: bool = False,
     ignored: str = "none", at_once: int | None = 13,
-) -> Problem:  # fmt: skip
+) -> LossProblem:  # fmt: skip
     """Leaves of ``dtype``, 13 rows at a time."""
     generator = torch.Generator().manual_seed(0)
 
@@ -37,23 +42,23 @@ def problem(
     if ignored != "none":
         target[:: 3 if ignored == "some" else 1] = -100
     wide = torch.promote_types(dtype, torch.float32)
-    return Problem(
+    return LossProblem(
         drawn(N, H),
         drawn(V, H, scale=0.3),
         drawn(V) if bias else None,
         target,
         drawn(V).detach().abs().to(wide) if weighted else None,
-        Form(reduction=reduction, label_smoothing=smoothing, logits_dtype=dtype, loss_dtype=wide),
+        LossForm(reduction=reduction, label_smoothing=smoothing, logits_dtype=dtype, loss_dtype=wide),
         at_once,
     )
 
 
-def in_float64(given: Problem) -> Problem:
+def in_float64(given: LossProblem) -> LossProblem:
     tensors = [
         None if t is None else t.detach().double().requires_grad_(t.requires_grad)
         for t in (given.rows, given.weight, given.bias, given.class_weight)
     ]
-    form = Form(
+    form = LossForm(
         reduction=given.form.reduction,
         label_smoothing=given.form.label_smoothing,
         logits_dtype=torch.float64,
@@ -62,10 +67,10 @@ def in_float64(given: Problem) -> Problem:
     rows, weight, bias, class_weight = tensors
     assert rows is not None
     assert weight is not None
-    return Problem(rows, weight, bias, given.target, class_weight, form)
+    return LossProblem(rows, weight, bias, given.target, class_weight, form)
 
 
-def results(compute: Any, given: Problem) -> list[Tensor]:
+def results(compute: Any, given: LossProblem) -> list[Tensor]:
     """The loss, and the gradients of rows, weight and bias."""
     leaves = [t for t in (given.rows, given.weight, given.bias) if t is not None]
     loss = compute(given)
@@ -156,7 +161,7 @@ def test_second_derivatives_are_right() -> None:
     target = given.target[:5] % 9
 
     def loss(rows: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(Problem(rows, weight, None, target, None, given.form, 2))
+        return linear_cross_entropy(LossProblem(rows, weight, None, target, None, given.form, 2))
 
     few = given.rows[:5, :4].detach().requires_grad_(), given.weight[:9, :4].detach().requires_grad_()
     assert torch.autograd.gradcheck(loss, few)
@@ -168,8 +173,8 @@ def test_float16_loses_no_probability_that_is_small_because_classes_are_many() -
     generator = torch.Generator().manual_seed(0)
     rows = torch.full((2, 4), 0.0).half().requires_grad_()
     weight = torch.randn(1 << 16, 4, generator=generator).half().requires_grad_()
-    form = Form(logits_dtype=torch.float16)
-    given = Problem(rows, weight, None, torch.tensor([0, 1]), None, form)
+    form = LossForm(logits_dtype=torch.float16)
+    given = LossProblem(rows, weight, None, torch.tensor([0, 1]), None, form)
     got = results(linear_cross_entropy, given)[1]
     want = results(plain_cross_entropy, in_float64(given))[1]
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import Handle
-from lightning_accel.core.trial import Comparison, Trial
+from lightning_accel.core.trial import NumbersComparison, Trial
 from lightning_accel.techniques.flash_attention.technique import FlashAttention
 from support.attention_zoo import FOUND
 
@@ -84,9 +84,9 @@ def clock(monkeypatch: pytest.MonkeyPatch, speed: float) -> list[Trial]:
     """Lets every trial find the candidate ``speed`` times as fast, whatever this machine is doing."""
     timed: list[Trial] = []
 
-    def time(self: Trial, original: Any, candidate: Any) -> Comparison:
+    def time(self: Trial, original: Any, candidate: Any) -> NumbersComparison:
         timed.append(self)
-        return Comparison(original_ms=10.0, candidate_ms=10.0 / speed)
+        return NumbersComparison(original_ms=10.0, candidate_ms=10.0 / speed)
 
     monkeypatch.setattr(Trial, "time", time)
     return timed

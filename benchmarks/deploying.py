@@ -22,7 +22,7 @@ from _served_rows import COLUMNS, rows_of, without_folders
 from torch import Tensor, nn
 
 from lightning_accel.core.tolerance import deviation
-from lightning_accel.deploy import compare, turns
+from lightning_accel.deploy import compare
 
 SECONDS = 4.0
 EPOCHS = 10, 4  # with merged patches, and with all

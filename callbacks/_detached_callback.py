@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.lightning.packages import LightningModule, Trainer
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 
 
 class DetachedCallback(Layer):

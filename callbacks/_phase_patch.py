@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_accel.callbacks._collectives_patch import SHARED, Listener, told_of
 from lightning_accel.evidence.phase_names import BACKWARD, FORWARD, LOGGING, OPTIMIZER, TRANSFER
 from lightning_accel.lightning.packages import Trainer
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 
 PARTS = {
     "batch_to_device": TRANSFER,

@@ -7,6 +7,7 @@ package's own ``__init__``, whose public names stand above everything.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -187,6 +188,20 @@ def test_private_names_of_torch_and_lightning_are_few() -> None:
     counted = sorted(names - set(NOT_COUNTED))
     assert len(counted) <= MOST_PRIVATE_NAMES, "\n".join(counted)
     assert not set(NOT_COUNTED) - names, "no longer used"
+
+
+def test_no_two_files_have_one_name() -> None:
+    """But for a technique's folder, whose files are called alike, and private names, whose files are as torch's are."""
+    files = [file for file in library().trees if not file.startswith(PRIVATE_NAMES_LIVE_IN)]
+    counts = Counter(file.rpartition("/")[2] for file in files)
+    assert {name for name, count in counts.items() if count > 1} <= {"__init__.py", "settings.py", "technique.py"}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = Counter(
+        node.name for tree in library().trees.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 def last_private(name: str) -> str:

@@ -21,17 +21,17 @@ from lightning_accel.core.measured import finite
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.core.trial import one_line
-from lightning_accel.deploy import accuracy, turns
+from lightning_accel.deploy import accuracy, form_latency
 from lightning_accel.deploy.accuracy import Judged, Score
 from lightning_accel.deploy.candidates import Candidate, make
 from lightning_accel.deploy.combinations import EAGER, split
 from lightning_accel.deploy.errors import ExportError, QuantizeError
+from lightning_accel.deploy.form_latency import Latency
 from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets, shapes_in
 from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
 from lightning_accel.deploy.losses import measure_of
 from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
-from lightning_accel.deploy.turns import Latency
 from lightning_accel.tuning.pairs import RatioInterval
 
 BATCH_SIZES = (1, 8, 32)
@@ -223,15 +223,15 @@ def _measured(
     for size in dict.fromkeys((1, *batch_sizes)):
         arguments = resized(first, batched, {"batch": size}) if batch_size_of(first) else first
         able = {name: call for name, call in calls.items() if _takes(call, arguments)}
-        found = turns.timed(able, arguments, seconds * len(able), device)
+        found = form_latency.timed(able, arguments, seconds * len(able), device)
         for name, times in found.items():
             if size in batch_sizes:
-                per_second[name][size] = turns.per_second(times, size)
+                per_second[name][size] = form_latency.per_second(times, size)
         spent = spent or found
     return {
         name: FormMeasurement(
-            latency=turns.latency_of(spent[name]),
-            speedup=turns.speedup_of(spent[EAGER], spent[name]) if name != EAGER else RatioInterval(1.0, 1.0, 1.0),
+            latency=form_latency.latency_of(spent[name]),
+            speedup=form_latency.speedup_of(spent[EAGER], spent[name]) if name != EAGER else RatioInterval(1.0, 1.0, 1.0),
             samples_per_sec=per_second[name],
             first_call_ms=candidate.first_call_ms,
             disk_bytes=candidate.disk_bytes,

@@ -24,7 +24,7 @@ from lightning_accel.lightning.packages import (
     own,
 )
 from lightning_accel.lightning.private import combined_loader, is_sequential
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 
 _DEPTH = 2  # batches prepared ahead
 # What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.

@@ -28,7 +28,7 @@ from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
 from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError
 from lightning_accel.memory.pressure import Pressure, Toll
-from lightning_accel.step.pipeline import STEPS, Call, Layer
+from lightning_accel.step.layers import STEPS, Call, Layer
 from lightning_accel.techniques.base import BuildContext
 
 _WITHIN = {"training_step": "forward pass", "backward": "backward pass", "optimizer_step": OPTIMIZER}

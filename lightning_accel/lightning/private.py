@@ -27,7 +27,7 @@ from lightning_accel.lightning.packages import (
     Trainer,
     own,
 )
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 
 # -- loops ---------------------------------------------------------------------------------------------------------
 

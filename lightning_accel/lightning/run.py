@@ -32,7 +32,7 @@ from lightning_accel.lightning.technique_layers import BatchLayer, LoaderLayer
 from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
-from lightning_accel.step.pipeline import Layer, StepPipeline
+from lightning_accel.step.layers import Layer, StepPipeline
 from lightning_accel.technique_run import Decisions
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat

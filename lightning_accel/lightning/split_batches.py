@@ -24,7 +24,7 @@ from lightning_accel.core.tree import map_tensors
 from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, is_overridden
 from lightning_accel.lightning.split_logs import SplitLogs
 from lightning_accel.lightning.step_snapshot import begins_gradients
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 
 NAME = "out_of_memory"
 """Its record in the report."""

@@ -28,7 +28,7 @@ from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, is_lightnings, own
 from lightning_accel.lightning.private import ActionPatch, hook_action
-from lightning_accel.step.pipeline import STEPS, Call, Layer
+from lightning_accel.step.layers import STEPS, Call, Layer
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
 

@@ -21,7 +21,7 @@ from lightning_accel.lightning.fallbacks import Failure, RunParts, fallbacks_for
 from lightning_accel.lightning.packages import Strategy
 from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD
 from lightning_accel.lightning.step_snapshot import Attempt, SmallState, begins_gradients
-from lightning_accel.step.pipeline import STEPS, Call, Layer
+from lightning_accel.step.layers import STEPS, Call, Layer
 
 # The end of a loader that the step itself reads, and what we tell the user on purpose.
 _NOT_OURS = (StopIteration, SettingError, AccelError)

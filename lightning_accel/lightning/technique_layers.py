@@ -11,7 +11,7 @@ from lightning_accel.engine import Engine
 from lightning_accel.lightning.batch_transfer import give_loaders_back, takes_loader
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import combined_loader
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 from lightning_accel.techniques.base import LoaderTerms
 
 

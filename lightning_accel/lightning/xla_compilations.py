@@ -14,7 +14,7 @@ from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import Report
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.lightning.packages import Strategy
-from lightning_accel.step.pipeline import Call, Layer
+from lightning_accel.step.layers import Call, Layer
 
 NAME = "xla"
 """Its record in the report."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -194,14 +194,3 @@ class StepPipeline:
         layers = sorted(self._layers, key=lambda layer: ORDER.index(layer.name))
         names = [layer.name if layer.stands else f"({layer.name}, stands aside)" for layer in layers]
         return " → ".join([*dict.fromkeys(names), "Lightning"])
-
-
-def layers_around(owner: Any, method: str) -> Sequence[str]:
-    """The names of the layers around a method, from the outside in.
-
-    Args:
-        owner: A strategy, a loop, a logger.
-        method: The name of its method.
-    """
-    chain = _chain_of(owner, method)
-    return [] if chain is None else [layer.name for layer in chain.layers]

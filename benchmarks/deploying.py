@@ -22,7 +22,7 @@ from _served_rows import COLUMNS, rows_of, without_folders
 from torch import Tensor, nn
 
 from lightning_accel.core.tolerance import deviation
-from lightning_accel.deploy import compare
+from lightning_accel.deploy import compare, form_latency
 
 SECONDS = 4.0
 EPOCHS = 10, 4  # with merged patches, and with all
@@ -42,11 +42,14 @@ def by_kernels(model: nn.Module, batches: list[Any], seconds: float) -> tuple[li
         made = dict(kernels(model, example, batches, Path(folder)))
         calls: dict[str, Any] = {"float32, eager": model}
         calls |= {name: call for name, call in made.items() if not isinstance(call, str)}
-        spent = turns.timed(calls, ((example,), {}), seconds * len(calls), torch.device("cpu"))
+        spent = form_latency.timed(calls, ((example,), {}), seconds * len(calls), torch.device("cpu"))
         rows, details = [], {}
         expected = _outputs(model, batches)
         for name, call in calls.items():
-            p50, speed = turns.latency_of(spent[name]).p50, turns.speedup_of(spent["float32, eager"], spent[name])
+            p50, speed = (
+                form_latency.latency_of(spent[name]).p50,
+                form_latency.speedup_of(spent["float32, eager"], spent[name]),
+            )
             error = deviation([_outputs(call, batches)], [expected]).noise
             rows.append([name, f"{p50:.3g}", str(speed) if call is not model else "", f"{error:.1e}"])
             details[name] = {"p50_ms": p50, "speed": [speed.ratio, speed.low, speed.high], "error": error}

@@ -39,6 +39,8 @@ MAX_DROP = 0.01
 AS_FAST = 1.05
 """Of forms that differ by less in latency the smaller one is taken."""
 
+_AS_FAST_AS_ITSELF = RatioInterval(1.0, 1.0, 1.0)
+
 _ROUNDING = 0.01
 """Of the outputs' norm: what forms of the same numbers are off by stays below, in bfloat16 too."""
 
@@ -231,7 +233,9 @@ def _measured(
     return {
         name: FormMeasurement(
             latency=form_latency.latency_of(spent[name]),
-            speedup=form_latency.speedup_of(spent[EAGER], spent[name]) if name != EAGER else RatioInterval(1.0, 1.0, 1.0),
+            speedup=RatioInterval(1.0, 1.0, 1.0)
+            if name == EAGER
+            else form_latency.speedup_of(spent[EAGER], spent[name]),
             samples_per_sec=per_second[name],
             first_call_ms=candidate.first_call_ms,
             disk_bytes=candidate.disk_bytes,

@@ -193,9 +193,11 @@ def test_the_report_has_what_blocks_keep_with_it_and_without(mode: str) -> None:
     model = TinyTransformer()
     handle = checkpointed(model, mode)
     backward_counts(model, task, handle, steps=1)
-    measured = handle.report.of("gradient_checkpointing").measured
-    assert list(measured) == handle.report.applied("gradient_checkpointing")
-    assert all(0 < block.candidate_bytes < block.original_bytes for block in measured.values())
+    figures = [one.measured for one in handle.report.of("gradient_checkpointing").sites.values() if one.after == "ON"]
+    assert len(figures) == len(handle.report.applied("gradient_checkpointing")) > 0
+    for block in figures:
+        assert block is not None
+        assert 0 < (block.candidate_bytes or 0) < (block.original_bytes or 0)
     handle.undo()
 
 

@@ -109,7 +109,7 @@ class FitInstruments:
 
     def _look_at_phases(self) -> None:
         shows = self.teller is not None and self.teller.shows_figures
-        if self.record is None or not (self.record.is_kept or shows):
+        if self.record is None or not (self.record.folder is not None or shows):
             return
         if (
             self._trainer.strategy.root_device.type != "xla"
@@ -124,7 +124,7 @@ class FitInstruments:
         allowance, record = self._allowance, self.record
         a_second = int(1 / max(allowance.step_s, 1e-6))
         self._look_at = self.steps + max(self._FIRST_LOOK, min(self.steps, a_second))
-        if record is not None and not record.is_kept and allowance.can_pay(_RECORD_S):
+        if record is not None and record.folder is None and allowance.can_pay(_RECORD_S):
             with allowance.paying():
                 self._keep_record()
         if self.interval.memory is None and allowance.can_pay(_MEMORY_S):
@@ -133,7 +133,7 @@ class FitInstruments:
                 self.interval.memory.restart()
         if self._fetch_hooks is None:
             self._hear_of_fetches(self.timeline)
-        if record is not None and record.is_kept and self._phases is None:
+        if record is not None and record.folder is not None and self._phases is None:
             self._look_at_phases()
         self._is_looking = self.watch.look(self.steps) or self._phases is None
 
@@ -215,14 +215,16 @@ class FitInstruments:
             self.watch.ended(self.steps, record)
         if self.steps == 0 and record is not None:
             record.has_images = has_images(leaves(batch))
-        has_captured = record is not None and record.has_captured()
+        has_captured = record is not None and record.folder is not None and record.has_captured()
+        samples = interval.samples.count(batch)
+        if samples is None:
+            interval.knows_samples = False
+            if record is not None:
+                record.knows_samples = False
         is_apart = is_watched or (phases is not None and phases.is_holding)
-        samples = interval.step_ended(batch, is_apart=is_apart, label=has_captured)
+        self.timeline.step_ended(samples or 0, is_apart, has_captured)
         self.steps += 1
-        if samples is not None:
-            self._rests.samples += samples
-        elif record is not None:
-            record.knows_samples = False
+        self._rests.samples += samples or 0
         if self.ends is not None:
             self.ends.step_ended()
         if phases is not None:

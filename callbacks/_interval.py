@@ -31,6 +31,7 @@ class Interval:
         flops: Counts one of the steps.
         energy: Told of every pause.
         memory: None until the run can pay for it.
+        samples: Counts the samples of a batch.
         knows_samples: Whether every batch has told how many samples it holds.
         fetches_from: After how many timed steps fetches were told of; None if they are not.
     """
@@ -38,7 +39,7 @@ class Interval:
     def __init__(self, trainer: Trainer, batch_size_fn: SizeReader | None) -> None:
         self._trainer = trainer
         device = trainer.strategy.root_device
-        self._samples = SampleCounter(batch_size_fn, _say_samples_unknown)
+        self.samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._skipped_before = self._skipped_steps()
         self._peak_flops = peak_flops_per_sec(device, str(trainer.precision))
         self.timeline, self.tally = StepTimeline(clock_for(device)), StepTally()
@@ -59,14 +60,6 @@ class Interval:
         self.energy.restart()
         self.knows_samples = True
         self.fetches_from = None if self.fetches_from is None else 0
-
-    def step_ended(self, batch: Any, *, is_apart: bool, label: Any) -> int | None:
-        """Told at the end of a step. Returns the number of samples in its batch; None if that is not known."""
-        samples = self._samples.count(batch)
-        if samples is None:
-            self.knows_samples = False
-        self.timeline.step_ended(samples or 0, is_apart, label)
-        return samples
 
     def measured(self, all_steps: int) -> RankEpoch:
         """What the interval has come to, with ``all_steps`` steps, timed or not."""

@@ -116,7 +116,8 @@ class PhaseSampler:
                 self._hold_ms = 1e3 * self._look.seconds()  # as long as the host takes over a step
                 self._loading_cpu_ms += self._fetched_ms
                 self._samples_ms += self._loaded_ms
-        self._drop()
+        if self._is_looking:
+            self._drop()
         self._left -= 1
         if self._left == 0:
             before, self._look_in = self._look_in, self._draw.randrange(EVERY)

@@ -51,6 +51,7 @@ class FitRecord:
     It never fails a run. If the file cannot be written, a message says so.
 
     Attributes:
+        folder: Where the file is, or is to be; None if there is to be none.
         parts: Samples the phases of steps; None if nobody does.
         knows_samples: Whether the number of samples of every batch is known.
         has_images: Whether there are images in a batch.
@@ -62,7 +63,7 @@ class FitRecord:
         self.knows_samples, self.has_images = True, False
         self.memory: MemoryPeak | None = None
         self._trainer = trainer
-        self._folder: Path | None = None
+        self.folder: Path | None = None
         self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
         self._course: list[Steps] = []
@@ -90,12 +91,7 @@ class FitRecord:
 
     def keep_in(self, folder: Path) -> None:
         """Writes the record to a file in this folder from now on, with what it has been told so far."""
-        self._folder = None if self._has_failed else folder
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the record is, or is to be, written to a file."""
-        return self._folder is not None
+        self.folder = None if self._has_failed else folder
 
     @property
     def speed(self) -> Speed | None:
@@ -115,15 +111,13 @@ class FitRecord:
 
     def has_captured(self) -> bool:
         """Whether a CUDA graph was captured since this was last asked, at the end of the step before."""
-        if self._folder is None:
-            return False
         before, self._captured_before = self._captured_before, graphs_captured()
         return self._captured_before > before
 
     def step_ended(self, tally: StepTally, outputs: Any) -> None:
         """Told after each step, with the times of the interval's steps and what the step has returned."""
         self._steps += 1
-        if self._folder is None:
+        if self.folder is None:
             return
         self._keep(outputs)
         if self._due.is_over():
@@ -138,7 +132,7 @@ class FitRecord:
     def passed(self, outputs: Any, steps: int) -> None:
         """Told of several steps at once, with the outputs of the last one."""
         self._steps += steps
-        if self._folder is not None:
+        if self.folder is not None:
             self._captured_before = graphs_captured()
             self._keep(outputs)
 
@@ -191,7 +185,7 @@ class FitRecord:
 
     def end(self, exception: BaseException | None) -> None:
         """Says how the fit ended; once."""
-        if not self.is_kept:
+        if self.folder is None:
             return
         if isinstance(exception, KeyboardInterrupt):
             status = "interrupted"
@@ -201,9 +195,9 @@ class FitRecord:
         report = report_of(self._trainer)
         plain = None if report is None else report.to_dict()
         self._attempt(lambda file: file.end(status, plain, page, told_by_cards(self._trainer)))
-        if self._writer is not None and self._folder is not None:
+        if self._writer is not None and self.folder is not None:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
-        self._folder, self._has_failed = None, True  # nothing more is written
+        self.folder, self._has_failed = None, True  # nothing more is written
 
     def _reserved_mib(self) -> float | None:
         """The most that torch's allocator has taken from a GPU in this epoch; None on a CPU, which has several."""
@@ -279,14 +273,14 @@ class FitRecord:
         return self._writer
 
     def _attempt(self, write: Callable[[RecordWriter], object]) -> None:
-        if (folder := self._folder) is not None:
+        if (folder := self.folder) is not None:
             self._guarded(lambda: write(self._file(folder)))
 
     def _guarded(self, do: Callable[[], object]) -> None:
         try:
             do()
         except Exception as error:  # whatever it is: the run is worth more than its record
-            self._folder, self._has_failed = None, True
+            self.folder, self._has_failed = None, True
             say(
                 self._trainer,
                 f"this run's record could not be written: {one_line(error)}. The run goes on without one.",

@@ -277,7 +277,7 @@ def leave_page_of_evaluation(trainer: Trainer, error: StepMemoryError) -> None:
 def _leave_page(trainer: Trainer, error: StepMemoryError, record: FitRecord | None = None) -> None:
     """Ends a record of it, for the page beside it: one without steps of an evaluation, or of a rank that keeps none."""
     record = FitRecord(trainer) if record is None else record
-    if not record.is_kept:
+    if record.folder is None:
         record.keep_in(record_folder(trainer) or Path(trainer.default_root_dir) / FOLDER)
     record.end(error)
 

@@ -46,7 +46,7 @@ def joined(path: str, name: str) -> str:
 
 def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
     """Keeps which objects the names in each dict stand for, and their order. Whoever has made an edit undoes it."""
-    kept = [names.copy() for _, names in places]
+    kept = list(map(dict.copy, [names for _, names in places]))  # at every step: without a call from Python for each
 
     def restore() -> Iterator[str]:
         for (path, names), before in zip(places, kept, strict=True):

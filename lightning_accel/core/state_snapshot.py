@@ -123,7 +123,8 @@ class StateSnapshot:
             elif level == Level.SMALL:
                 containers = [(path, value) for path, value in _at(places.metric_lists) if isinstance(value, list)]
                 appended = [(path, value) for path, value in _at(places.lists) if type(value) is list]
-                self._restores.append(kept_state.keep_values(_at(places.small), packed=True))
+                small = [(path, names[name]) for path, names, name in places.small]
+                self._restores.append(kept_state.keep_values(small, packed=True))
                 self._restores.append(kept_state.keep_items(containers, appended))
             if level > Level.RANDOM:
                 dicts = [(path, names) for path, names in others if isinstance(names, dict)]

@@ -51,7 +51,7 @@ test-simulated-gpu: $(STAMP)  ## The tests that need a GPU but none of its kerne
 	$(SIMULATED) -m "(gpu and not needs_kernels and not slow) or simulated_gpu"
 
 test-simulated-gpu-first: $(STAMP)  ## Of these the simulated device's own, a newcomer's path, and some of each kind (two minutes)
-	$(SIMULATED) -m "(gpu and not needs_kernels and not slow) or simulated_gpu" $(SIMULATED_FIRST)
+	$(SIMULATED) -m "((gpu and not needs_kernels) or simulated_gpu) and not slow" $(SIMULATED_FIRST)
 
 # Chromium is the system's: there is none on PyPI. Without one the tests in it are skipped, and say so.
 test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a real browser (installs them; Chromium is yours to)

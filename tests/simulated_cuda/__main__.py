@@ -22,6 +22,7 @@ def main() -> int:
     except UnavailableError as error:
         print(error, file=sys.stderr)
         return 2
+    device.share()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # where Python looks for what a script imports
     runpy.run_path(sys.argv[0], run_name="__main__")

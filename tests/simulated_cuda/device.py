@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from pathlib import Path
 
+CHILDREN = Path(__file__).with_name("children")
+
+
+@functools.cache
 def install() -> None:
     """Makes torch, which must not be imported yet, one that has a CUDA device.
 
@@ -15,3 +22,9 @@ def install() -> None:
 
     for module in (events, dispatch, factories, tensors, names, seeds, files):
         module.install()
+
+
+def share() -> None:
+    """Gives the device to every Python process that this one starts."""
+    theirs = [str(CHILDREN), str(CHILDREN.parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, theirs))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from simulated_cuda.programs import run
 
 pytestmark = pytest.mark.simulated_gpu
 
@@ -25,22 +25,6 @@ with torch.cuda.stream(stream):
 """
 
 
-def run(tmp_path: Path, program: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program by a command, as if it stood in a file of somebody's."""
-    file = tmp_path / "test_program.py"
-    file.write_text(program)
-    variables = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[1]), "HOME": str(tmp_path)}
-    return subprocess.run(
-        [sys.executable, "-m", *command, str(file)],
-        env=variables | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_a_script_runs_to_its_end_and_its_process_ends_quietly(tmp_path: Path) -> None:
     """Autograd's threads are still there then, and must not be ended by force."""
     ended = run(tmp_path, TRAIN, "simulated_cuda")
@@ -52,6 +36,11 @@ def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("import torch; print(torch.ones(1, device='cuda').device)")
     ended = run(tmp_path, "import neighbour", "simulated_cuda")
     assert (ended.returncode, ended.stdout.strip()) == (0, "cuda:0"), ended.stderr
+
+
+def test_the_processes_that_a_script_starts_have_the_device_too(tmp_path: Path) -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import torch; print(torch.cuda.is_available())'])"
+    assert run(tmp_path, program, "simulated_cuda").stdout.strip() == "True"
 
 
 def test_a_script_that_races_is_told_and_fails(tmp_path: Path) -> None:

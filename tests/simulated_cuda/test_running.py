@@ -39,7 +39,8 @@ def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
 
 
 def test_the_processes_that_a_script_starts_have_the_device_too(tmp_path: Path) -> None:
-    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import torch; print(torch.cuda.is_available())'])"
+    asked = "import torch; print(torch.cuda.is_available())"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {asked!r}])"
     assert run(tmp_path, program, "simulated_cuda").stdout.strip() == "True"
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_accel.core.clocks import Stopwatch
+
 if TYPE_CHECKING:
-    from lightning_accel.core.clocks import Stopwatch
-from lightning_accel.evidence.record import Record
+    from lightning_accel.evidence.record import Record
 
 _LAST_LINES = 20
 _PATIENCE_S = 10.0  # for a program that was asked to end

@@ -106,8 +106,8 @@ class StateSnapshot:
         self._restores: list[Restore] = []
         if module is not None:
             places = places or StatePlaces(module)
-            for path, value in _at(places.generators):
-                if (stream := stream_of(value)) is not None:
+            for path, names, name in places.generators:
+                if (stream := stream_of(names.get(name))) is not None:
                     self._streams[path] = stream
             others: Named = [("also", one) for one in also]
             if level == Level.TRAINING:
@@ -121,13 +121,14 @@ class StateSnapshot:
                 containers = [(path, value) for path, value in held if isinstance(value, list | dict | set)]
                 self._restores += [kept_state.keep_values(tensors, copies_on), kept_state.keep_items(containers)]
             elif level == Level.SMALL:
-                containers = [(path, value) for path, value in _at(places.metric_lists) if isinstance(value, list)]
-                appended = [(path, value) for path, value in _at(places.lists) if type(value) is list]
                 small = [(path, names[name]) for path, names, name in places.small]
                 self._restores.append(kept_state.keep_values(small, packed=True))
-                self._restores.append(kept_state.keep_items(containers, appended))
+                if places.metric_lists or places.lists:  # else this would be for nothing, at every step
+                    states = [(p, x) for p, names, n in places.metric_lists if isinstance(x := names.get(n), list)]
+                    lists = [(p, x) for p, names, n in places.lists if type(x := names.get(n)) is list]
+                    self._restores.append(kept_state.keep_items(states, lists))
             if level > Level.RANDOM:
-                dicts = [(path, names) for path, names in others if isinstance(names, dict)]
+                dicts = [one for one in others if isinstance(one[1], dict)] if others else others
                 self._restores.append(kept_state.keep_names(places.dicts + dicts))
         self.random_states = {name: read() for name, (read, _) in self._streams.items()}
 

@@ -53,7 +53,7 @@ class Attempt:
             self._snapshots = [self._everything([*also, *tensors_in(given)])]
         else:
             self._inputs = [(tensor, version_of(tensor)) for tensor in tensors_in(given) if not tensor.is_inference()]
-            self._snapshots = [state.snapshot(also)]
+            self._snapshots = [state.snapshot(also, module.device)]
             state.look()
             self._large = state.versions()
 
@@ -78,6 +78,7 @@ class Attempt:
     def keep_again(self, state: SmallState | None) -> None:
         """Has the repetition find the module as it is now: rank 0 sent its buffers after the step began."""
         try:
+            # Without torch's random streams: a meter may count memory by now, and the first snapshot has them.
             self._snapshots.append((state or SmallState(self._module)).snapshot())
             self._large = state.versions() if state else []
         except Exception:  # of ours: the user's own step, which is under way, goes on
@@ -128,9 +129,9 @@ class SmallState:
         self._sums: list[tuple[Tensor, int, int]] = []
         self._looks_left = 2 if self._places.large else 0
 
-    def snapshot(self, also: Iterable[Names] = ()) -> StateSnapshot:
-        """The module's state as it is now, and what the names in ``also`` stand for."""
-        return StateSnapshot(self._module, Level.SMALL, self._module.device, places=self._places, also=also)
+    def snapshot(self, also: Iterable[Names] = (), device: torch.device | None = None) -> StateSnapshot:
+        """The module's state as it is now, what the names in ``also`` stand for, and the random streams of a device."""
+        return StateSnapshot(self._module, Level.SMALL, device, places=self._places, also=also)
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """The large tensors (a codebook, a queue), and how often each was written to."""

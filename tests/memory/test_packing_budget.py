@@ -115,7 +115,7 @@ def test_nothing_grows_over_a_hundred_steps() -> None:
 
     def objects() -> int:
         gc.collect()
-        kinds = (Tensor, SavePlace, Span, packer_module._Handle, packer_module._Seen)
+        kinds = (Tensor, SavePlace, Span, packer_module._PackedHandle, packer_module._Seen)
         return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
 
     for _ in range(10):

@@ -6,7 +6,7 @@ import re
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.deploy import Comparison
-from lightning_accel.deploy.comparing import FormMeasurement
+from lightning_accel.deploy.comparing import Measured
 
 COLUMNS = (
     "model",
@@ -21,7 +21,7 @@ COLUMNS = (
 )
 
 
-def row(model: str, name: str, form: FormMeasurement, eager: FormMeasurement) -> list[str]:
+def row(model: str, name: str, form: Measured, eager: Measured) -> list[str]:
     timing = form.latency
     (score,) = form.scores.values() or (None,)
     lost = "" if score is None else _points(score.drop, score.drop_low, score.drop_high)

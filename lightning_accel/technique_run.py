@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.host import Host
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, TechniqueReport
@@ -141,7 +141,7 @@ class TechniqueRun:
             patches.add(claim)
             self.record.sites.change(claim.site, "PROPOSED", claim.change)
 
-    def _apply(self, patch: Patch, remark: str, measured: Measured | None = None) -> None:
+    def _apply(self, patch: Patch, remark: str, measured: Measurement | None = None) -> None:
         try:
             patch.apply()
         except Exception as error:
@@ -149,7 +149,7 @@ class TechniqueRun:
         else:
             self.record.sites.change(patch.site, "ON", remark, measured)
 
-    def _refuse(self, site: str, reason: str, measured: Measured | None = None) -> SiteChanged:
+    def _refuse(self, site: str, reason: str, measured: Measurement | None = None) -> SiteChanged:
         """Undoes an edit for good."""
         for patches in (self.patches, self.optimizer_patches):
             if site in patches:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurement:
     """The candidate beside the original, at one site; None is what was not measured.
 
     Attributes:
@@ -43,7 +43,7 @@ class Measured:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Measured:
+    def from_dict(cls, state: Mapping[str, Any]) -> Measurement:
         """What :meth:`to_dict` gave, in JSON too, where what is infinite is text; what is not known is passed over.
 
         Raises:
@@ -54,12 +54,12 @@ class Measured:
         return cls(**figures)
 
 
-def together(measured: Iterable[Measured]) -> Measured:
+def together(measured: Iterable[Measurement]) -> Measurement:
     """Of several sites: the error that is the most spreads, times and memory in their sums."""
     found = list(measured)
     errors = [one for one in found if one.error_spreads is not None]
     worst = max(errors, key=lambda one: math.inf if one.error_spreads is None else one.error_spreads, default=None)
-    return Measured(
+    return Measurement(
         error=None if worst is None else worst.error,
         spread=None if worst is None else worst.spread,
         is_same=None if worst is None else all(one.is_same for one in errors),
@@ -77,7 +77,7 @@ def finite(data: Any, instead: Callable[[float], Any] = lambda value: None) -> A
     return instead(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _sums(found: Iterable[Measured], original: str, candidate: str) -> dict[str, Any]:
+def _sums(found: Iterable[Measurement], original: str, candidate: str) -> dict[str, Any]:
     """Of those that have both."""
     pairs = [(getattr(one, original), getattr(one, candidate)) for one in found]
     whole = [pair for pair in pairs if None not in pair]

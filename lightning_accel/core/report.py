@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.states import TECHNIQUE_CHANGES, Sites, TechniqueState
 
@@ -65,7 +65,7 @@ class TechniqueReport:
         self.sites = Sites(name)
         self.state, self.status, self.details = state, status, ""
         self.data: dict[str, Any] = {}
-        self.measured_as_a_whole: Measured | None = None
+        self.measured_as_a_whole: Measurement | None = None
         self.is_on = self.rests = self.was_in_force = self.waits_for_trials = False
 
     def change(self, state: TechniqueState, status: str = "", *, is_on: bool | None = None) -> None:
@@ -84,7 +84,7 @@ class TechniqueReport:
         """The sites that are off, each with the reason."""
         return self.sites.reasons("OFF")
 
-    def figures(self) -> Measured | None:
+    def figures(self) -> Measurement | None:
         """The figures of the sites that are on, else of those that are off; None if nothing was measured."""
         known = [(one.after, one.measured) for one in self.sites.values() if one.measured is not None]
         chosen = [figures for state, figures in known if state == "ON"] or [figures for _, figures in known]

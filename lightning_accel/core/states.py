@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 
 SiteState = Literal["PROPOSED", "ON", "OFF"]
 
@@ -56,7 +56,7 @@ class SiteChanged:
     before: SiteState | None
     after: SiteState
     reason: str = ""
-    measured: Measured | None = None
+    measured: Measurement | None = None
 
 
 class Sites(dict[str, SiteChanged]):
@@ -66,7 +66,7 @@ class Sites(dict[str, SiteChanged]):
         super().__init__()
         self._technique = technique
 
-    def change(self, site: str, after: SiteState, reason: str = "", measured: Measured | None = None) -> SiteChanged:
+    def change(self, site: str, after: SiteState, reason: str = "", measured: Measurement | None = None) -> SiteChanged:
         """Changes the state of a site; nothing else does.
 
         Raises:

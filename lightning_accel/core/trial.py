@@ -20,7 +20,7 @@ from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import CONVOLUTIONS, dtype_of_products
 from lightning_accel.core.dropout import dropout_off
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.random_streams import TORCHS, same_state
@@ -93,10 +93,10 @@ class NumbersComparison:
         """What the trial came to, as far as numbers say."""
         return self.cut_short or ("refused" if self.failure else "kept")
 
-    def measured(self, timed: NumbersComparison | None = None) -> Measured:
+    def measured(self, timed: NumbersComparison | None = None) -> Measurement:
         """The figures of numbers, and of times where those are another comparison's."""
         timed = timed or self
-        return Measured(
+        return Measurement(
             error=None if self.spread is None else self.error,
             spread=None if self.spread is None else self.spread.allowed.noise / FACTOR,
             is_same=self.is_same,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_accel.deploy.comparing import Comparison as Comparison
-    from lightning_accel.deploy.comparing import FormMeasurement as FormMeasurement
+    from lightning_accel.deploy.comparing import Measured as Measured
     from lightning_accel.deploy.comparing import compare as compare
     from lightning_accel.deploy.errors import DynamicDimensionError as DynamicDimensionError
     from lightning_accel.deploy.errors import ExportError as ExportError

@@ -46,7 +46,7 @@ _ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
-class FormMeasurement:
+class Measured:
     """One form.
 
     Attributes:
@@ -88,7 +88,7 @@ class Comparison:
         why: In words.
     """
 
-    forms: Mapping[str, FormMeasurement]
+    forms: Mapping[str, Measured]
     left_out: Mapping[str, str]
     max_drop: float
     recommended: str
@@ -217,7 +217,7 @@ def _measured(
     batch_sizes: Sequence[int],
     seconds: float,
     device: torch.device,
-) -> dict[str, FormMeasurement]:
+) -> dict[str, Measured]:
     batched = dimensions_of(first, "batch")
     calls = {name: candidate.call for name, candidate in candidates.items()}
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
@@ -231,7 +231,7 @@ def _measured(
                 per_second[name][size] = form_latency.per_second(times, size)
         spent = spent or found
     return {
-        name: FormMeasurement(
+        name: Measured(
             latency=form_latency.latency_of(spent[name]),
             speedup=RatioInterval(1.0, 1.0, 1.0)
             if name == EAGER
@@ -258,7 +258,7 @@ def _takes(call: Any, arguments: Arguments) -> bool:
     return True
 
 
-def _recommended(forms: Mapping[str, FormMeasurement], max_drop: float) -> tuple[str, str]:
+def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, str]:
     exact = {name: form for name, form in forms.items() if not form.drops_more_than(max_drop)}
     faster = {name: form for name, form in exact.items() if form.speedup.low > 1}
     if not faster:

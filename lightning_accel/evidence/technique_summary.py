@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 
 CameOfIt = Literal["kept", "undone", "refused", "not asked"]
 
@@ -94,7 +94,7 @@ class Tried:
     came_of_it: CameOfIt | None = None
     why: str = ""
     trial: TrialSummary | None = None
-    measured: Measured | None = None
+    measured: Measurement | None = None
     error_spreads: float | None = None
 
 
@@ -107,7 +107,7 @@ def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tr
     """What a technique did, by its name in the settings, the report's record of it, and the live trials."""
     sites = {**one["applied"], **one["refused"]}
     state = one.get("measured")
-    measured = None if state is None else Measured.from_dict(state)
+    measured = None if state is None else Measurement.from_dict(state)
     tried = Tried(
         name=name,
         is_on=bool(one["on"]),

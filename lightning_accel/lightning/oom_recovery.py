@@ -90,26 +90,22 @@ class OomRecovery(Layer):
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage in STEPS:
+        is_training_step = stage == "training_step"
+        if is_training_step or stage in STEPS:
             self._batch = args[:1]
-            self._time_step(stage == "training_step")
+            if not is_training_step:
+                self._toll.interrupt()
+            elif self._toll.step_begins():
+                self._tell_toll()
         try:
             outputs = call(*args, **kwargs)
         except Exception as error:
             self.end(error, _WITHIN.get(stage, stage))
             raise
-        if stage == "backward" or (stage in STEPS and self._lets_go_after(stage)):
+        goes_backward = is_training_step and self._module.automatic_optimization
+        if not (goes_backward or stage == "optimizer_step"):
             self._batch = None  # nothing more is computed with it
         return outputs
-
-    def _lets_go_after(self, stage: str) -> bool:
-        return stage != "training_step" or not self._module.automatic_optimization
-
-    def _time_step(self, trains: bool) -> None:
-        if not trains:
-            self._toll.interrupt()
-        elif self._toll.step_begins():
-            self._tell_toll()
 
     @property
     def lets_pass(self) -> bool:

@@ -109,7 +109,31 @@ class StepOutputs(Layer):
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         if stage == "backward":
             return self._backward(call, *args, **kwargs)
-        return self._step(stage, call, *args, **kwargs)
+        if self._own is None:
+            self._find_own()
+        while self._leaving:
+            self._revert(*self._leaving.popitem(), "refused")
+        self._looked_at = None
+        is_cast = self._precision.is_ours
+        is_laid_out = self._memory_format is not None and self._memory_format.acts()
+        if not (is_cast or is_laid_out):
+            return call(*args, **kwargs)
+        form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
+        self._steps[stage] += 1
+        self._was_laid_out |= form.is_laid_out
+        is_look = stage in self._mended or self._steps[stage].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
+        parameters: list[tuple[nn.Parameter, Tensor]] = []
+        if is_look:
+            parameters = [(p, p.data) for p in self._module.parameters()]
+        outputs = call(*args, **kwargs)
+        if any(map(form.technique, tensors_in(outputs))):
+            outputs = map_tensors(form.plain, outputs)
+        if is_look or self._is_in_sight(form):
+            self._look(stage, form, parameters)
+        for technique, reason in self._engine.spoilt():
+            if self._can_repeat():
+                raise EditError(technique, reason)
+        return outputs
 
     def _hook_begins(self) -> None:
         assert self._memory_format is not None, "without it nobody is told"
@@ -155,33 +179,6 @@ class StepOutputs(Layer):
             return []
         self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._was_laid_out))
         return list(self._leaving)
-
-    def _step(self, name: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if self._own is None:
-            self._find_own()
-        while self._leaving:
-            self._revert(*self._leaving.popitem(), "refused")
-        self._looked_at = None
-        is_cast = self._precision.is_ours
-        is_laid_out = self._memory_format is not None and self._memory_format.acts()
-        if not (is_cast or is_laid_out):
-            return call(*args, **kwargs)
-        form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
-        self._steps[name] += 1
-        self._was_laid_out |= form.is_laid_out
-        is_look = name in self._mended or self._steps[name].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
-        parameters: list[tuple[nn.Parameter, Tensor]] = []
-        if is_look:
-            parameters = [(p, p.data) for p in self._module.parameters()]
-        outputs = call(*args, **kwargs)
-        if any(map(form.technique, tensors_in(outputs))):
-            outputs = map_tensors(form.plain, outputs)
-        if is_look or self._is_in_sight(form):
-            self._look(name, form, parameters)
-        for technique, reason in self._engine.spoilt():
-            if self._can_repeat():
-                raise EditError(technique, reason)
-        return outputs
 
     def _find_own(self) -> None:
         """Notes, before the first step, what the user has in such forms. If it is a number format, ours goes."""

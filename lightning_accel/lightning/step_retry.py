@@ -42,8 +42,9 @@ class StepRetry(Layer):
 
     def __init__(self, parts: RunParts, strategy: Strategy) -> None:
         self._parts, self._module, self._engine = parts, parts.module, parts.engine
+        self._is_one_of_several = parts.module.trainer.world_size > 1
         # DistributedDataParallel calls the module's own step after it has sent the buffers of rank 0 to all ranks.
-        companions = [_AfterBroadcast(self)] if parts.module.trainer.world_size > 1 else []
+        companions = [_AfterBroadcast(self)] if self._is_one_of_several else []
         super().__init__([(strategy, STEPS), (parts.precision, ("backward", "optimizer_step"))], companions)
         self._attempt: Attempt | None = None
         self._is_stepping = False
@@ -59,6 +60,9 @@ class StepRetry(Layer):
         if stage == "optimizer_step":
             return self._optimizer_step(call, *args, **kwargs)
         trains = stage == "training_step"
+        self._attempt = None
+        if not (self._parts.is_in_force() or (trains and self._parts.memory.may_run_out((args, kwargs)))):
+            return call(*args, **kwargs)
         outputs = self._step(trains, call, args, kwargs)
         if not (trains and self._module.automatic_optimization):
             self._attempt = None  # frees its batch before the next one comes
@@ -72,14 +76,11 @@ class StepRetry(Layer):
     @property
     def can_repeat(self) -> bool:
         """Whether the step under way can run again, if somebody raises an :class:`EditError` in it."""
-        return self._attempt is not None and not self._is_one_of_several() and self._attempt.can_be_repeated()
+        return self._attempt is not None and not self._is_one_of_several and self._attempt.can_be_repeated()
 
     # -- the stages of a step --------------------------------------------------------------------------------------
 
     def _step(self, trains: bool, call: Call, args: Any, kwargs: Any) -> Any:
-        self._attempt = None
-        if not (self._parts.is_in_force() or (trains and self._parts.memory.may_run_out((args, kwargs)))):
-            return call(*args, **kwargs)
         try:
             state = None
             if not self._engine.is_trying:
@@ -106,7 +107,7 @@ class StepRetry(Layer):
         precision, trainer = self._parts.precision, self._module.trainer
         try:
             call(loss, *args, **kwargs)
-            is_first = begins_gradients(trainer) and not self._is_one_of_several()
+            is_first = begins_gradients(trainer) and not self._is_one_of_several
             if is_first and self._parts.outputs.has_drawn(laid_out=True) and attempt.can_be_repeated():
                 raise EditError("memory_format", DRAWS_GOING_BACKWARD)
             self._gone_backward = attempt if self._is_stepping else None
@@ -152,17 +153,14 @@ class StepRetry(Layer):
         if not (isinstance(error, EditError) or is_out_of_memory(error) or self._parts.is_in_force()):
             return False
         # Other ranks wait for what a trial of this one has found. They wait for nothing else.
-        is_alone = not self._is_one_of_several() or self._engine.is_trying
+        is_alone = not self._is_one_of_several or self._engine.is_trying
         if is_out_of_memory(error) and (self._parts.memory.lets_pass or not is_alone):
             return False
         return attempt.can_be_repeated()
 
-    def _is_one_of_several(self) -> bool:
-        return self._module.trainer.world_size > 1
-
     def _gradients_are_new(self, error: Exception) -> bool:
         # Ranks wait for each other in a backward pass. So one rank alone cannot run it a second time.
-        if not self._module.automatic_optimization or self._is_one_of_several():
+        if not self._module.automatic_optimization or self._is_one_of_several:
             return False
         if not begins_gradients(self._module.trainer):
             self._parts.memory.because("its gradients were added to those of earlier batches and cannot be told apart")
@@ -170,7 +168,7 @@ class StepRetry(Layer):
         return True
 
     def _failure(self, attempt: Attempt, error: Exception, *, trains: bool = True) -> Failure:
-        lacks_memory = is_out_of_memory(error) and not self._is_one_of_several()
+        lacks_memory = is_out_of_memory(error) and not self._is_one_of_several
         if lacks_memory:
             self._parts.memory.saw(error)  # while the frames of the error are there
         suspected = suspects(error)

@@ -20,7 +20,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet, applied
 from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
@@ -198,7 +198,7 @@ class Float8(Technique):
         limits = bounds(configuration(self._recipe))
         # The one of the two that is nearer to what its format explains.
         worst, limit = max(zip(errors, limits, strict=True), key=lambda pair: pair[0] / pair[1])
-        measured = Measured(error=worst, spread=limit, is_same=False)
+        measured = Measurement(error=worst, spread=limit, is_same=False)
         off = f"output off by {errors[0]:.1%}, gradients by {errors[1]:.1%}"
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             reason = f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}"

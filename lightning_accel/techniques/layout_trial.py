@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
-from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.core.trial import NumbersComparison, Trial, Variant
@@ -60,7 +60,7 @@ class LayoutTrial(TorchFunctionMode):
         self._compared: set[Any] = set()
         self._timings: dict[Any, tuple[float, float]] = {}  # of kinds of calls, in either layout
         self._original_ms = self._candidate_ms = 0.0  # of the step
-        self._numbers: list[Measured] = []
+        self._numbers: list[Measurement] = []
         self._failure: NumbersComparison | None = None
 
     @override
@@ -89,7 +89,7 @@ class LayoutTrial(TorchFunctionMode):
         if not self._compared:
             return Verdict("refused", "no convolution ran on the first step, so nothing was tried")
         before, after = self._original_ms, self._candidate_ms
-        times = Measured(original_ms=before, candidate_ms=after) if after else Measured()
+        times = Measurement(original_ms=before, candidate_ms=after) if after else Measurement()
         figures = together([*self._numbers, times])
         if not after:  # untimed
             return Verdict("kept", measured=figures)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from typing_extensions import Self
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.trial import VerdictKind
 
 
@@ -27,7 +27,7 @@ class Verdict:
     kind: VerdictKind
     reason: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
-    measured: Measured | None = None
+    measured: Measurement | None = None
 
     @property
     def keep(self) -> bool:
@@ -48,7 +48,7 @@ class Verdict:
         measured = state["measured"]
         if state["kind"] not in get_args(VerdictKind):
             raise ValueError(f"{state['kind']!r} is no kind of verdict")
-        return cls(**{**state, "measured": None if measured is None else Measured.from_dict(measured)})
+        return cls(**{**state, "measured": None if measured is None else Measurement.from_dict(measured)})
 
 
 Verdicts = dict[str, Verdict]
@@ -70,7 +70,7 @@ class Notes:
 
     status: str = ""
     details: str = ""
-    measured: Measured | None = None
+    measured: Measurement | None = None
     is_new: bool = False
     spoilt: str = ""
     _refused: Verdicts = field(default_factory=dict, init=False)
@@ -83,7 +83,7 @@ class Notes:
             self.is_new = True
         super().__setattr__(name, value)
 
-    def refuse(self, site: str, why: str, measured: Measured | None = None, kind: VerdictKind = "refused") -> None:
+    def refuse(self, site: str, why: str, measured: Measurement | None = None, kind: VerdictKind = "refused") -> None:
         """Has the patch at ``site`` undone, here and in resumed runs."""
         self._refused[site] = Verdict(kind, why, measured=measured)
         self.is_new = True

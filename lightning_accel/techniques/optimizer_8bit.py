@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.host import Host
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
@@ -147,7 +147,7 @@ class EightBitStates(Patch):
                 parameter.grad = None
         if (line := self._errors.line(self._steps)) is not None:
             packed, floats = state_bytes(self._optimizer)
-            self._notes.measured = Measured(original_bytes=floats, candidate_bytes=packed)
+            self._notes.measured = Measurement(original_bytes=floats, candidate_bytes=packed)
             sizes = f"{packed / 2**20:,.1f} MiB instead of {floats / 2**20:,.1f}"
             self._notes.status = f"in force: states take {sizes}; {line}"
 

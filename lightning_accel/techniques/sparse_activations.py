@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import MAX_TIME_SHARE
 from lightning_accel.memory.saved_tensors import saving
@@ -96,4 +96,4 @@ class SparseActivations(Technique):
         report = self.packer.report()
         self.notes.status = str(report)
         if report.packed:
-            self.notes.measured = Measured(original_bytes=report.before_bytes, candidate_bytes=report.after_bytes)
+            self.notes.measured = Measurement(original_bytes=report.before_bytes, candidate_bytes=report.after_bytes)

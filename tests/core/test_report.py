@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.report import Report
 
 
@@ -82,7 +82,7 @@ def test_the_json_leaves_nothing_out(report: Report) -> None:
 
 def test_figures_are_of_the_sites_in_force_and_of_the_others_where_none_is() -> None:
     report = Report()
-    slow, fast = Measured(original_ms=1.0, candidate_ms=2.0), Measured(original_ms=2.0, candidate_ms=1.0)
+    slow, fast = Measurement(original_ms=1.0, candidate_ms=2.0), Measurement(original_ms=2.0, candidate_ms=1.0)
     report.of("compile").sites.change("a", "OFF", "slower", slow)
     assert report.of("compile").figures() == slow
     report.of("compile").sites.change("b", "ON", "faster", fast)

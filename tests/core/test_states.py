@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.report import TechniqueReport
 from lightning_accel.core.states import SITE_CHANGES, TECHNIQUE_CHANGES, Sites, SiteState, TechniqueState
 from lightning_accel.core.trial import VerdictKind
@@ -37,7 +37,7 @@ def test_the_page_has_the_tables_of_the_code() -> None:
 def sites_in(before: SiteState | None) -> Sites:
     sites = Sites("fake")
     if before is not None:
-        sites.change("a", before, "first", Measured(error=1.0))
+        sites.change("a", before, "first", Measurement(error=1.0))
     return sites
 
 
@@ -51,7 +51,7 @@ def test_a_site_changes_as_the_table_says_and_in_no_other_way(before: SiteState 
     changed = sites.change("a", after, "second")
     assert (changed.technique, changed.site, changed.before, changed.after) == ("fake", "a", before, after)
     assert sites.reasons(after) == {"a": "second"}
-    assert sites["a"].measured == (None if before is None else Measured(error=1.0))  # what is known stays known
+    assert sites["a"].measured == (None if before is None else Measurement(error=1.0))  # what is known stays known
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(get_args(TechniqueState), 2)])

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from lightning_accel import AccelPlugin
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_html, to_json, to_markdown
 from lightning_accel.evidence.report_model import Page, page_of
@@ -127,7 +127,7 @@ def test_what_no_live_trial_was_about_says_what_came_of_its_sites(
 
 
 def test_numbers_are_told_against_the_spread() -> None:
-    measured = Measured(error=2e-6, spread=1e-6, is_same=False, original_ms=4.0, candidate_ms=2.0)
+    measured = Measurement(error=2e-6, spread=1e-6, is_same=False, original_ms=4.0, candidate_ms=2.0)
     one = tried("flash_attention", **FUSED, measured=measured.to_dict())
     assert (one.measured, one.error_spreads) == (measured, pytest.approx(2.0))
 
@@ -147,14 +147,14 @@ def test_a_record_from_before_there_were_figures_is_read_all_the_same() -> None:
 
 
 def everything() -> Page:
-    same = Measured(error=0.0, spread=1e-6, is_same=True)
+    same = Measurement(error=0.0, spread=1e-6, is_same=True)
     off = {"error": "inf", "spread": 1e-6, "is_same": False}  # as JSON has it
-    sparse = Measured(original_bytes=8 * MIB, candidate_bytes=2 * MIB)
+    sparse = Measurement(original_bytes=8 * MIB, candidate_bytes=2 * MIB)
     return page(
         WON,
         held=["flash_attention"],
         techniques={
-            "flash_attention": {**FUSED, "measured": Measured(original_ms=4.0, candidate_ms=2.0).to_dict()},
+            "flash_attention": {**FUSED, "measured": Measurement(original_ms=4.0, candidate_ms=2.0).to_dict()},
             "gradient_checkpointing": {**FUSED, "measured": same.to_dict()},
             "compile": {"status": "x", "refused": {"a": "other numbers"}, "measured": off},
             "sparse_activations": {**FUSED, "measured": sparse.to_dict()},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.techniques.notes import Verdict
 
 
 def test_figures_travel_in_checkpoints_with_their_verdicts() -> None:
-    measured = Measured(error=1e-6, spread=2e-6, is_same=False)
+    measured = Measurement(error=1e-6, spread=2e-6, is_same=False)
     decisions = {"flash_attention": {"attention": Verdict("kept", "2.0x", measured=measured)}}
     assert RunState().load(RunState(decisions=decisions).to_dict()) == decisions

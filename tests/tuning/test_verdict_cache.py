@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.trial import VerdictKind
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning import verdict_cache
@@ -55,7 +55,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_figures_are_remembered_with_the_verdict(program: Any) -> None:
-    measured = Measured(error=1e-6, spread=2e-6, is_same=False, original_ms=2.0, candidate_ms=1.0)
+    measured = Measurement(error=1e-6, spread=2e-6, is_same=False, original_ms=2.0, candidate_ms=1.0)
     decisions = {"flash_attention": {"layer": Verdict("kept", measured=measured)}}
     verdict_cache.remember(program(), decisions)
     known = verdict_cache.recall(program())

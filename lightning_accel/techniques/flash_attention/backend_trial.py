@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.dropout import is_dropout_off
-from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tolerance import Spread
 from lightning_accel.core.trial import NumbersComparison, Trial, Variant, VerdictKind
@@ -35,7 +35,7 @@ class Judgement:
     reason: str  # what was measured, or why none of the backends may
     kind: VerdictKind = "refused"
     is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
-    measured: Measured | None = None  # of the backend that is spoken of
+    measured: Measurement | None = None  # of the backend that is spoken of
 
 
 class WatchedBackend(Backend):
@@ -86,7 +86,7 @@ class Rehearsal:
         self._spreads = {} if spreads is None else spreads
         self._failures: dict[str, NumbersComparison] = {}
         self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
-        self._measured: dict[str, list[Measured]] = defaultdict(list)
+        self._measured: dict[str, list[Measurement]] = defaultdict(list)
         self._num_attentions = 0
 
     def rehearse(
@@ -168,5 +168,5 @@ class Rehearsal:
             return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=self._figures(best))
         return Judgement(best, f"by {best}, {measured}", "kept", measured=self._figures(best))
 
-    def _figures(self, *backends: str) -> Measured:
+    def _figures(self, *backends: str) -> Measurement:
         return together(one for name in backends for one in self._measured[name])

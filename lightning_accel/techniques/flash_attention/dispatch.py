@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tolerance import Spread
@@ -103,7 +103,7 @@ class Dispatch(Patch):
             self.choices.update(self.tried)
         self.tried = {}
 
-    def refuse(self, reason: str, kind: VerdictKind = "refused", measured: Measured | None = None) -> None:
+    def refuse(self, reason: str, kind: VerdictKind = "refused", measured: Measurement | None = None) -> None:
         """Sends all calls to the original from now on."""
         self.is_refused = True
         self._revise(self.site, Verdict(kind, reason, measured=measured))

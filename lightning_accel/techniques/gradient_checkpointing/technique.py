@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.core.trial import ORACLE_SAMPLES, Trial, Variant
@@ -146,7 +146,7 @@ class GradientCheckpointing(Technique):
             original, candidate = self._count_kept(patch, args, kwargs)
         except Exception:  # of modules and tensors of any kind: a report lacks a figure, and the verdict holds
             return verdict
-        measured = replace(verdict.measured or Measured(), original_bytes=original, candidate_bytes=candidate)
+        measured = replace(verdict.measured or Measurement(), original_bytes=original, candidate_bytes=candidate)
         return replace(verdict, measured=measured)
 
     def _try(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.measured import Measured
+from lightning_accel.core.measured import Measurement
 from lightning_accel.core.torch_private.autograd import is_transformed
 from lightning_accel.techniques.loss.chunked_loss import LossForm, LossProblem, linear_cross_entropy
 from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
@@ -43,7 +43,7 @@ class Head:
         verify: bool,  # whether its numbers are tried at its first loss of each form
         smallest: int,  # bytes of logits, below which it computes them at once
         refuse: Callable[[str, str, str], None],  # told of site and stage where it is not to act any more, and why
-        tell: Callable[[Measured], None],
+        tell: Callable[[Measurement], None],
     ) -> None:
         self.site, self.module = site, module
         self.stage: str | None = None  # of the step under way

@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.blocks import repeated_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
-from lightning_accel.core.measured import Measured, together
+from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.techniques.arms import OFF, Arm
@@ -109,7 +109,7 @@ class Loss(Technique):
         else:
             self.notes.revise(site, Verdict("kept", f"in pieces while training; in {stage} {why}"))
 
-    def _tell(self, measured: Measured) -> None:
+    def _tell(self, measured: Measurement) -> None:
         self.notes.measured = together(filter(None, [self.notes.measured, measured]))
 
     @override

@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="benchmarks, with commas between them; rows of the smoke test")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "docs" / "results"))
     args = parser.parse_args()
+    # A shell has what it starts in the background ignore this. Scripts would do so, too, when they are told to end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
     before = set(out.iterdir())

@@ -50,7 +50,7 @@ class Interval:
         self.fetches_from: int | None = None
 
     def restart(self) -> None:
-        """Begins a new interval."""
+        """Begins a new interval of measurement, and forgets the present one."""
         self.flops.close()
         self.timeline.restart()
         self.tally = StepTally()

@@ -1,4 +1,4 @@
-"""Rests: steps of a fit that nobody looks at, where to time each of them would cost too much."""
+"""Rests: untimed steps of a fit, if it would cost too much to time each step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ IN_A_ROW = 8
 
 
 class Rests:
-    """Plans rests of a length that chance decides, so that it is not always the same part of an epoch.
+    """Plans rests of a random length, so that rests do not always fall on the same part of an epoch.
 
     Attributes:
-        left: How many steps of the present rest are yet to come. Whoever trains counts them down, and tells nobody of
-            them. If it is 0, the next step is looked at.
-        next_at: After how many steps the next rest may begin.
-        to_come: How many steps the present rest goes on for after those that are left.
-        samples: Of the steps that were timed since the last rest.
+        left: The number of untimed steps to come. Whoever trains counts them down. If it is 0, the next step is timed.
+        next_at: The number of steps after which the next rest may begin.
+        to_come: The number of untimed steps to come after those in ``left``.
+        samples: The number of samples in the steps that were timed since the last rest.
     """
 
     def __init__(self) -> None:
@@ -27,10 +26,10 @@ class Rests:
         self._draw = random.Random(0)
 
     def plan(self, steps: int, timed: float | None) -> None:
-        """Plans the rest that begins after ``steps`` steps: not more of them, as a short run is not to rest to its end.
+        """Plans the next rest. It is no longer than the training so far, so that a short run has timed steps, too.
 
         Args:
-            steps: How many there were.
+            steps: The number of training steps so far.
             timed: The share of steps that may be timed; None if there is to be no rest now.
         """
         self.next_at = steps + IN_A_ROW
@@ -44,6 +43,6 @@ class Rests:
         self.to_come -= self.left
 
     def passed(self) -> tuple[int, int]:
-        """How many steps of the rest have passed since this was last asked, and about how many samples they had."""
+        """The number of untimed steps since the last call, and about how many samples they had."""
         steps, self._under_way = self._under_way - self.left, self.left
         return steps, round(steps * self.samples / IN_A_ROW)

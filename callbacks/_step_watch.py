@@ -75,7 +75,7 @@ class StepWatch:
         self._flops.open(mode)
 
     def ended(self, steps: int, record: FitRecord | None) -> None:
-        """Told at the end of a step that was watched, after ``steps`` others."""
+        """Takes up what a watched step has shown, when it has ended as the step with this number."""
         self._was_taken_apart |= self.phases is not None
         mode = self._flops.close(keep=True)
         if not self._flops.is_due:  # else it is tried again at the next one

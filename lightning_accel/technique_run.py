@@ -54,7 +54,7 @@ class TechniqueRun:
 
     @property
     def is_active(self) -> bool:
-        """Whether it takes part in the run."""
+        """Whether the technique takes part in the run."""
         return not self.is_closed and self.record.state in ("waiting", "decided")
 
     @property
@@ -105,7 +105,7 @@ class TechniqueRun:
             self.settle()
 
     def conclude(self, verdicts: Verdicts) -> None:
-        """Carries out the verdicts of a trial; remembers them unless the run could not pay for the whole trial."""
+        """Applies the verdicts of a trial. If the trial was complete, keeps them for resumed and later runs, too."""
         if all(verdict.kind != "too_dear" for verdict in verdicts.values()):
             self._remember(verdicts)
         self.carry_out(verdicts)

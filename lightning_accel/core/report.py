@@ -148,7 +148,7 @@ class Report:
 
     @property
     def remarks(self) -> list[str]:
-        """The notes, and what the run has paid for all that is not the user's own step."""
+        """The notes on the run, and a line with the seconds of overhead that its purse has paid so far."""
         paid = self.purse.line() if self.purse is not None else ""
         return [*self.notes, *([f"paid so far, beside the user's own steps: {paid}"] if paid else [])]
 

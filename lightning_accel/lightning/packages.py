@@ -200,7 +200,7 @@ class _Shared:
         return package.get(self._home, self._name)
 
     def in_each(self, packages: Sequence[Package]) -> tuple[Any, ...]:
-        """Each once: a program may have made one package's name an alias of the other's."""
+        """The object in each package, without repetition: a program may have made one name an alias of the other."""
         return tuple(dict.fromkeys(map(self.of, packages)))
 
     @functools.cached_property

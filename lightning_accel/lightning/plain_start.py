@@ -142,7 +142,7 @@ class PlainStart:
             self.raised(error)
 
     def raised(self, error: Exception) -> None:
-        """Raises a page in place of the error if a plain step has run out of memory."""
+        """Raises a :class:`StepMemoryError` in place of an error for lack of memory; else does nothing."""
         if not is_out_of_memory(error) or self._plan.out_of_memory == "off":
             return
         with contextlib.suppress(Exception):  # the user's own error is worth more than what could be said of it

@@ -63,8 +63,9 @@ def logged_results(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def after_closure(precision: Precision, model: LightningModule, optimizer: Optimizer) -> None:
-    """Calls the hooks between backward pass and optimizer's step, and clips gradients, as whoever steps has to.
+    """Calls the hooks between the backward pass and the optimizer's step, and clips gradients.
 
+    Lightning leaves both to a precision plugin that steps the optimizer itself.
     Without the name: an ``AttributeError``, as training without clipping would be silently wrong.
     """
     precision._after_closure(model, optimizer)

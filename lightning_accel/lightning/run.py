@@ -224,7 +224,7 @@ class Run:
         self.engine.undo()
 
     def keep(self) -> None:
-        """Keeps what the run has found out so far."""
+        """Stores the verdicts and settings of the run in ``kept``, for the next run and for checkpoints."""
         if self.is_fitting:
             self._kept.put_on = self.memory.written
         if self.live is not None:
@@ -255,7 +255,7 @@ class Run:
             self.engine.add_optimizers([optimizer])
 
     def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
-        """Gives the tensors of a checkpoint the layouts of the user's own."""
+        """Gives the tensors of a checkpoint the memory layouts that the user's tensors had before the run."""
         memory_format = self.engine.technique(MemoryFormat)
         if memory_format is not None:
             restore_layouts(checkpoint, self._module, self._module.trainer.optimizers, memory_format.strides())

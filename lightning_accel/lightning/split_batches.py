@@ -158,7 +158,7 @@ class SplitBatches(Layer):
 
     @contextmanager
     def _earlier_gradients_aside(self) -> Iterator[None]:
-        """Keeps apart what the parts add to gradients, since Lightning zeroes gradients after ``training_step``.
+        """Collects the gradients of earlier parts of the batch elsewhere: Lightning zeroes all after ``training_step``.
 
         So a part that raises has changed no gradient. If nobody can see the old gradients before they are zeroed, their
         memory is freed now.

@@ -38,7 +38,7 @@ class _Met:
 
 @dataclass
 class _Counts:
-    """Programs by what they were compiled for."""
+    """The number of programs, by the reason for their compilation."""
 
     first: int = 0
     shapes: int = 0
@@ -47,7 +47,7 @@ class _Counts:
 
 
 class Compilations(Layer):
-    """Counts the programs that XLA compiles in a run, beside the shapes of the batches, and ends recorded steps.
+    """Counts the programs that XLA compiles for each shape of a batch, and has XLA run each step once it is recorded.
 
     XLA compiles a program when a step first runs with operations or shapes that no step had before. What was compiled
     since a step began belongs to that step. Nothing is read from the device.

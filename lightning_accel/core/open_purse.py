@@ -1,4 +1,4 @@
-"""The purse of a technique in a run that pays for its trials whatever they take: the user is told where he waits."""
+"""The purse without a limit: trials may take any time, and the user is told if they take long."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import rank_zero_info
 
 NOTICED_S = 1.0
-"""Trials that take longer are announced."""
+"""Seconds. Trials that take longer are announced."""
 
 
 class OpenPurse(Purse):
-    """Pays for everything, and says so once, by when that has taken long.
+    """Pays for everything. Says so once, if that has taken long.
 
     Args:
         name: The technique's.

@@ -1,4 +1,4 @@
-"""The purse: what a run may pay for everything that is not the user's own step, in seconds, and what it has paid."""
+"""The purse: the seconds that a run may spend on overhead, that is on all but the user's own steps, and has spent."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from lightning_accel.core.clocks import seconds
 
 SHARE = 0.02
-"""Of what the run is expected to take."""
+"""The share of the expected time of the run that may be spent."""
 
 FIRST_SHARE, FIRST_STEPS = 0.05, 100
-"""Of its first steps. Later, too, no more than this share of the steps so far: a run may end earlier than expected."""
+"""The largest share of the time of the steps so far: a run may end earlier than expected."""
 
 BEFORE_FIRST_STEP_S = 0.1
-"""While nobody knows what a step takes."""
+"""What may be spent while the time of a step is not known."""
 
 TRIALS = "trials of parts"
 _TRIFLE_S = 5e-4
-_LOOKED_AT = 15  # plain steps whose median is what a step takes; the latest
+_LOOKED_AT = 15  # the latest plain steps: their median is the time of a step
 
 
 class Purse:
-    """The money of one run. Whoever wants to do what is not the user's own step asks :meth:`can_pay`, and pays.
+    """The budget of one run, in seconds. Whoever causes overhead asks :meth:`can_pay` before, and pays after.
 
     Args:
         clock: Gives seconds.
@@ -60,12 +60,12 @@ class Purse:
 
     @property
     def turn_s(self) -> float | None:
-        """The same from one step of the optimizer to the next."""
+        """The time from one step of the optimizer to the next; None while no step is over."""
         return None if self.step_s is None else self.step_s * self.steps_a_turn
 
     @property
     def left_s(self) -> float:
-        """What there is left to spend now."""
+        """The seconds that may be spent now."""
         spent = sum(self.spent_s.values()) - self.earned_s
         step_s = self.step_s
         if step_s is None:
@@ -77,34 +77,34 @@ class Purse:
 
     @property
     def total_s(self) -> float:
-        """What there will have been to spend when the run ends; 0.0 while no step is over."""
+        """The seconds that the run may spend in all, by its end; 0.0 while no step is over."""
         return SHARE * self.steps * self.step_s if self.step_s else 0.0
 
     @property
     def to_come_s(self) -> float:
-        """What there will be to spend until the run ends, beyond what was spent."""
+        """The seconds that the run may still spend until its end."""
         return self.total_s + self.earned_s - sum(self.spent_s.values())
 
     def can_pay(self, seconds: float) -> bool:
-        """Whether there is as much."""
+        """Whether so many seconds may be spent now."""
         return seconds <= self.left_s
 
     def step_took(self, seconds: float) -> None:
-        """Takes up what a step took that ran as the user wrote it."""
+        """Takes the time of a plain step into account."""
         self._plain_s.append(seconds)
         del self._plain_s[:-_LOOKED_AT]
 
     def pay(self, what: str, seconds: float) -> None:
-        """Takes out what something has cost."""
+        """Records seconds that were spent on something."""
         self.spent_s[what] += seconds
 
     def earn(self, seconds: float) -> None:
-        """Puts in what faster steps have saved: whoever has it to lose is not slower than plain."""
+        """Adds what faster steps have saved. To spend that again does not make a run slower than plain."""
         self.earned_s += seconds
 
     @contextmanager
     def paying(self, what: str) -> Iterator[None]:
-        """Pays for what is done inside. What is paid for within that, by others, is theirs."""
+        """Pays for the time inside the context, less what others pay for in it."""
         self._payer.append(0.0)
         began = self._clock()
         try:
@@ -117,7 +117,7 @@ class Purse:
                 self._payer[-1] += took
 
     def line(self) -> str:
-        """What was spent, and on what, for the report; empty while that is nothing."""
+        """What was spent on what, for the report; empty if nothing was spent."""
         spent = sorted(self.spent_s.items(), key=lambda item: -item[1])
         words = [f"{what} {seconds:.3g} s" for what, seconds in spent if seconds >= _TRIFLE_S]
         return f"{sum(self.spent_s.values()):.3g} s ({', '.join(words)})" if words else ""

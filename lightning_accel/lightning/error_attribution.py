@@ -1,4 +1,4 @@
-"""Which techniques an error speaks of: by its words, and by the code of ours that it came through."""
+"""Which techniques may have caused an error, by its words and by the code of ours in its traceback."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORDS = {
 
 
 def suspects(error: BaseException) -> list[str]:
-    """The names of techniques, the likeliest first; none where nothing points to one."""
+    """The names of the techniques that may have caused an error, the likeliest first."""
     if isinstance(error, EditError):
         return [error.technique]
     named = [technique for technique, words in _WORDS.items() if words.search(str(error))]
-    # A file or a folder of each: one from outside of the package has a home of its own.
+    # Each technique is a file or a folder. One from outside of the package has a module of its own.
     homes = {_home(declaration.technique.__module__): name for name, declaration in declarations().items()}
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     passed = [homes[home] for home in map(_home, reversed(modules)) if home in homes]

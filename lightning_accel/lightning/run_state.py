@@ -1,4 +1,4 @@
-"""What a run leaves: to the next one of the same module, and to its checkpoint."""
+"""What a run leaves to the next run of the same module, and to its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_accel.tuning.tuning_result import Tuning
 
 @dataclass
 class RunState:
-    """What was found out about a module.
+    """What runs have found out about a module.
 
     Attributes:
         decisions: On its sites, in steps with gradients.
@@ -32,13 +32,13 @@ class RunState:
     _module: weakref.ref[nn.Module] | None = None
 
     def be_of(self, module: nn.Module) -> None:
-        """Forgets what was found out about another module."""
+        """Forgets everything if it is about another module."""
         if self._module is None or self._module() is not module:
             vars(self).update(vars(RunState()))
             self._module = weakref.ref(module)
 
     def to_dict(self) -> dict[str, Any]:
-        """Of plain values, for a checkpoint; only what there is."""
+        """The state as plain values, for a checkpoint, without empty entries."""
         found = {
             "decisions": {
                 technique: {site: verdict.to_dict() for site, verdict in verdicts.items()}
@@ -50,7 +50,7 @@ class RunState:
         return {name: value for name, value in found.items() if value}
 
     def load(self, state: Mapping[str, Any]) -> Decisions:
-        """Takes over what :meth:`to_dict` gave; returns the decisions, which a run in progress is to carry out."""
+        """Takes a state of :meth:`to_dict` over. Returns its decisions, which a run in progress has to carry out."""
         self.put_on = [(name, settings) for name, settings in state.get("out_of_memory", ())]
         if "tuning" in state:
             self.tuning = Tuning.from_dict(state["tuning"])

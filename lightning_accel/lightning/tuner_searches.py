@@ -1,4 +1,4 @@
-"""Whether one of Lightning's searches, for a batch size or a learning rate, is running the loop within the run."""
+"""Whether a search of Lightning's, for a batch size or a learning rate, runs the loop within the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_accel.lightning.packages import BatchSizeFinder, LearningRateFind
 
 
 class Searches:
-    """Whether a search runs the loop within the run: it puts all callbacks, and itself, aside meanwhile.
+    """Notices a search that runs the loop within the run. It puts all callbacks, and itself, aside meanwhile.
 
     Args:
         trainer: At the start of its run, when the callbacks are all there.
@@ -19,7 +19,7 @@ class Searches:
         self._searches = [one for one in _callbacks(trainer) if isinstance(one, (LearningRateFinder, BatchSizeFinder))]
 
     def are_running(self) -> bool:
-        """Whether one is at work now."""
+        """Whether a search runs now."""
         return bool(self._searches) and any(search not in _callbacks(self._trainer) for search in self._searches)
 
 

@@ -1,4 +1,4 @@
-"""What live trials may switch between two training steps."""
+"""Arms: the options that live trials may switch between two training steps."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ OFF = "off"
 
 
 class ArmSetup(Protocol):
-    """What an arm needs once, in a training step of the run, before it can be had: to be compiled, say.
+    """What an arm needs once, in a training step of the run, before it can be chosen: compilation, for example.
 
     Live trials ask what it will take, and begin it where the run may lose as much; that step is not counted.
     """
 
     def expected_s(self) -> float:
-        """How long it will take, in seconds, as far as is known."""
+        """The estimated time of the setup, in seconds."""
 
     def begin(self, may_take_s: float) -> None:
-        """Called between two steps, before the arm is chosen: the step that follows does it, in so many seconds."""
+        """Prepares the setup between two steps. The next step does it, in so many seconds, before the arm is chosen."""
 
     def end(self) -> float | None:
-        """Called after that step, on all ranks: what it took, in seconds; None: the arm cannot be had after all."""
+        """Ends the setup after that step, on all ranks. Returns its seconds; None if the arm is not possible."""
 
     def decline(self, reason: str) -> None:
-        """Called where it is not worth its time in this run."""
+        """Gives the setup up, since it is not worth its time in this run."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing of a technique that can be had in several ways, each of which trains the same."""
+    """An option of a technique with several choices. Each choice trains the same, except for rounding."""
 
-    name: str  # the technique's, in the report and in what is remembered
-    choices: tuple[str, ...]  # beside "off", the user's own code; the first is what the technique would have by itself
-    choose: Callable[[str], None]  # puts a choice, or "off", in force from the next step on; called between steps only
-    settle: int = 0  # steps after a switch that pay for it (layouts, caches); they are not counted
-    settle_of: Mapping[str, int] = field(default_factory=dict)  # of choices that take more of them, to and from
-    has: Callable[[str], bool] = lambda choice: True  # whether a choice can be had; asked before it is compared
-    saves_memory: bool = False  # whether it is there to save memory: it stays unless the run is slower with it
-    gain_ms: float | None = None  # in a step, at most, by the trial of its parts; None where nothing was timed
-    starts_off: bool = False  # whether it is off until live trials put it on: not had in a run too short for them
-    asked_alone: bool = False  # whether it is no part of the whole plan that is asked about first: it mostly loses
-    setup: ArmSetup | None = None  # what it needs once; such an arm is off until it is asked for, after all the others
+    name: str  # of the technique, in the report and in caches
+    choices: tuple[str, ...]  # beside "off", the user's own code; the first is the default
+    choose: Callable[[str], None]  # puts a choice, or "off", in force from the next step on
+    settle: int = 0  # steps after a switch that are slower for it (layouts, caches) and do not count
+    settle_of: Mapping[str, int] = field(default_factory=dict)  # the same for single choices that need more such steps
+    has: Callable[[str], bool] = lambda choice: True  # whether a choice is possible; asked before it is compared
+    saves_memory: bool = False  # whether it is meant to save memory: it stays unless the run is slower with it
+    gain_ms: float | None = None  # the most that it can gain in a step, by its trial; None if nothing was timed
+    starts_off: bool = False  # whether it is off until live trials put it on; it stays off in a run too short for them
+    asked_alone: bool = False  # whether the first question, about the whole plan, leaves it out: it mostly loses
+    setup: ArmSetup | None = None  # what it needs once; None if nothing. Such an arm is tried after all the others

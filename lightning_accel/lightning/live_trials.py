@@ -35,7 +35,7 @@ _QUIET_BATCHES = 2  # after that, for caches to fill
 
 
 class LiveTuning:
-    """Live trials of one fit: made when the techniques' own trials are over, told of to report, console and loggers.
+    """Live trials of one fit. They begin after the techniques' own trials. Report, console and loggers show them.
 
     Args:
         trainer: In its fit.
@@ -82,22 +82,22 @@ class LiveTuning:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the rest of the run is the user's own, as nothing was faster or there is nothing to try."""
+        """Whether the rest of the run is plain, since nothing was faster or there is nothing to try."""
         trials = self.turns.trials
         return self._is_nothing if trials is None else trials.is_over
 
     @property
     def tuning(self) -> Tuning | None:
-        """What they have come to; None before they began."""
+        """What the trials have found so far; None before they began."""
         return self.resumed if self.turns.trials is None else self.turns.trials.tuning
 
     @property
     def settled(self) -> Tuning | None:
-        """What they have settled; None while they have not."""
+        """What the trials have settled; None while they have not."""
         return self.tuning if self.tuning is not None and self.tuning.is_settled else None
 
     def yields(self, error: Exception) -> bool:
-        """Takes an arm back that was on trial in a step that raised; whether there was one.
+        """Takes an arm back that was on trial in a step that raised. Returns whether there was one.
 
         Where there was no memory for the run without the arms on trial, they stay, and nothing is asked any more.
         """
@@ -109,7 +109,7 @@ class LiveTuning:
         return trials.failed("raised an error")
 
     def lose(self, name: str) -> None:
-        """Told that an arm cannot be had any more: its technique was taken back."""
+        """Removes an arm whose technique was taken back."""
         self._arms = [arm for arm in self._arms if arm.name != name]
         if self.turns.trials is not None:
             self.turns.trials.lose(name)
@@ -174,14 +174,14 @@ class LiveTuning:
         )
 
     def _had_by_all(self, arms: list[Arm]) -> list[Arm]:
-        """Those that every rank has: one may have taken its edits back by now, or found nothing to do."""
+        """The arms that every rank has: a rank may have taken its edits back, or found nothing to do."""
         if self._trainer.world_size == 1:
             return arms
         ranks = gather({(arm.name, arm.choices) for arm in arms})
         return [arm for arm in arms if all((arm.name, arm.choices) in had for had in ranks)]
 
     def _meet(self, batch: Any) -> None:
-        """Before the first training step: what an earlier run of this very program has tried holds, for all ranks."""
+        """Applies, before the first training step, what an earlier run of this very program has tried, on all ranks."""
         self._has_met, trainer = True, self._trainer
         if self._engine.decisions or not self._engine.is_trying:  # a resumed run's own
             return
@@ -196,7 +196,7 @@ class LiveTuning:
             self.recall(known)
 
     def recall(self, known: Known | None, tuning: Tuning | None = None) -> None:
-        """Has what an earlier run of this very program has found out hold; of speed, also what one like it has."""
+        """Applies the verdicts of an earlier run of this very program, and the speeds of one like it, too."""
         self._known = tuning if known is None or known.tuning is None else known.tuning
         if known is not None and known.decisions:
             self._engine.carry_out(known.decisions)
@@ -263,13 +263,13 @@ class LiveTuning:
 
 
 def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | None = None) -> Program | None:
-    """The program that trains on ``batch``, with a plan in words, as :meth:`Program.of`."""
+    """The program that trains on a batch, given the plan in words; None as of :meth:`Program.of`."""
     settings = f"{plan}, {trainer.world_size} ranks, {type(trainer.strategy)}"
     return Program.of(trainer.lightning_module, batch, host.described, settings, held)
 
 
 def set_choices(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
-    """Puts in force what was settled, in a run that tries nothing: an evaluation."""
+    """Puts settled choices in force in a run that tries nothing, such as an evaluation."""
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
     _rest(engine, arms, choices)

@@ -1,4 +1,4 @@
-"""One comparison of two ways to run a training step: whose turn it is, what the turns took, and what that shows."""
+"""One comparison of two ways to run a training step: whose turn it is, the times of the turns, and the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lightning_accel.tuning.pairs import PairTest, RatioInterval
 
 Choices = Mapping[str, str]
-"""Arm → what is chosen for it; those not named are off."""
+"""Arm → its choice. Arms that are not named are off."""
 
 Verdict = Literal[
     "faster",
@@ -26,22 +26,22 @@ Verdict = Literal[
 ]
 
 MEMORY_RISE = 0.02
-"""So much more memory at the peak, as a share of it, is a price."""
+"""If peak memory grows by this share or more, the candidate has to win time for it."""
 
 LEAST_RISE_BYTES = 16 << 20
-"""Less is no more than what two equal steps may differ by."""
+"""Bytes. A smaller difference in memory may occur between two equal steps."""
 
 _DELAYED = 3  # so many times what most turns take more is what others have delayed, where they delay the original too:
 _SHOWN_BY = 20  # so many of its turns show that
 _LOOKS = 3  # at the peak, of each side
 
 WORTH_MEMORY = math.log(1.1)
-"""What an arm has to win in time, as the log of a ratio, to be worth that price."""
+"""The time that an arm has to win for more memory, as the log of a ratio."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: a training step, or as many as there are between two steps of the optimizer.
+    """One turn: a training step, or all steps between two steps of the optimizer.
 
     Attributes:
         choices: How it runs.
@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Result:
-    """How a comparison ended; of plain values only, as checkpoints and JSON keep them.
+    """How a comparison ended, in plain values, for checkpoints and JSON.
 
     Attributes:
         name: What was compared.
@@ -78,7 +78,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:
-        """What :func:`dataclasses.asdict` gave, through JSON or not.
+        """Reads what :func:`dataclasses.asdict` has written, directly or through JSON.
 
         Raises:
             KeyError, TypeError: It did not.
@@ -92,7 +92,7 @@ class Result:
 
 
 class ArmComparison:
-    """Original against candidate, in pairs of turns.
+    """Compares an original with a candidate, in pairs of turns.
 
     Args:
         name: Of the arm, or of the whole plan.
@@ -164,7 +164,7 @@ class ArmComparison:
             pair += 1
 
     def took(self, turn: Turn, seconds: float | None) -> bool:
-        """Takes up what a turn took; None: something else came in between. Returns whether that completed a pair."""
+        """Takes the time of a turn; None if something else came in between. Returns whether a pair is complete."""
         if turn.pair is None:
             if turn.side == 1 and seconds is not None:
                 self._uncounted.append(seconds)
@@ -188,12 +188,12 @@ class ArmComparison:
         return True
 
     def peaked(self, turn: Turn, peak_bytes: int) -> None:
-        """Takes up the most memory that was held in a turn; the latest counts: nothing is made for the first time."""
+        """Takes the peak memory of a turn. The latest one counts: it makes nothing for the first time."""
         self._peaks[turn.side] = peak_bytes
         self._looks[turn.side] += 1
 
     def needs_peak(self, turn: Turn) -> bool:
-        """Whether to look at the memory of a turn: of some that are not counted, as to look takes its time."""
+        """Whether to measure the memory of a turn: of some that are not timed, since it takes time."""
         return turn.pair is None and self._looks[turn.side] < _LOOKS
 
     def failed(self, verdict: Verdict) -> None:
@@ -202,7 +202,7 @@ class ArmComparison:
 
     @property
     def cost(self) -> float:
-        """What the candidate has cost, in turns of a plain run.
+        """The cost of the candidate, in turns of a plain run.
 
         Where others delay some turns, hooks of the user's say, the original has turns that are as long: in a while.
         """
@@ -214,14 +214,14 @@ class ArmComparison:
         return sum(excess if excess > is_ours else min(excess, usual) for excess in self._excess)
 
     def charge(self) -> float:
-        """What that has become more by since it was last charged; less than 0: the candidate is faster than plain."""
+        """The growth of that cost since the last charge; negative if the candidate is faster than plain."""
         more = self.cost - self._charged
         self._charged += more
         return more
 
     @property
     def gain_s(self) -> float:
-        """What a turn of the candidate takes less than one of the original, in seconds, on average."""
+        """The mean seconds that a turn of the candidate saves against the original."""
         return self._test.gain_s
 
     @property
@@ -231,7 +231,7 @@ class ArmComparison:
         return self._peaks[1] - self._peaks[0] > max(MEMORY_RISE * self._peaks[0], LEAST_RISE_BYTES)
 
     def result(self) -> Result | None:
-        """How it ended; None while it goes on."""
+        """The result; None while the comparison goes on."""
         verdict = self._verdict()
         turns = 2 * self._length * len(self._test)
         if verdict is None:

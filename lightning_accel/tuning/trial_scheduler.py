@@ -23,19 +23,19 @@ from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.warmup_costs import LEAST_LATEST, Setups
 
 ALPHA = 0.01
-"""Of 100 runs in which nothing is faster than plain, at most one ends with a winner, over all its arms together."""
+"""The rate of false winners: of 100 runs in which nothing is faster than plain, at most one ends with a winner."""
 
 MIN_TURNS = 60
-"""A run of fewer is over before it could be told what pays: it does what earlier runs or the rules say."""
+"""The least number of turns. A shorter run cannot find out what pays: earlier runs or the rules decide for it."""
 
 WATCH_EVERY = 100
-"""Turns from one look at a settled run to the next: a pair."""
+"""The number of turns of a settled run from one pair to the next."""
 
 HEAD_START = 50
-"""Turns of a long run that begin with a proven plan, before it is audited, where it is faster at a first look."""
+"""The number of turns of a long run with a proven plan before its audit, if it is faster at a first look."""
 
 DRIFT = 1.2
-"""A settled step that has become so many times as long is a reason for a new audit."""
+"""If a settled step takes so many times as long as before, a new audit begins."""
 
 WHOLE, AUDIT = "whole plan", "audit"
 LATEST = 16  # turns, whose median tells of drift
@@ -50,7 +50,7 @@ _LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
 
 
 def allowance(turns: float) -> float:
-    """What slower arms may cost in a run, in turns: 5% of 100 of them, 2% of 1,000 or more."""
+    """The turns that slower arms may cost in a run: 5% of 100 turns, 2% of 1,000 turns or more."""
     return 0.05 * turns if turns <= 100 else max(0.02 * turns, 5 + (turns - 100) / 60)
 
 
@@ -58,7 +58,7 @@ Course = Generator[ArmComparison | None, Result | None, None]
 
 
 class Questions:
-    """What is asked about the arms of a run; whoever carries it out keeps the books of its turns.
+    """Asks the questions about the arms of a run, as comparisons. Its caller runs their turns.
 
     Args:
         arms: What can be switched.
@@ -94,7 +94,7 @@ class Questions:
         self._settled_s: float | None = None
 
     def _drop_what_pays_later(self, turns: float) -> None:
-        """Leaves out of an earlier run's plan what this one would be over before."""
+        """Removes from an earlier run's plan what takes longer to set up than this run lasts."""
         tuning = self.tuning
         for name in list(tuning.choices):
             pays_after = tuning.pays_after(name)
@@ -108,19 +108,19 @@ class Questions:
 
     @property
     def _allowance(self) -> float:
-        """What slower arms may still cost this run, in turns."""
+        """The turns that slower arms may still cost this run."""
         if self._purse is None or self._purse.turn_s is None:
             return self._own_allowance
         return self._purse.left_s / self._purse.turn_s
 
     def _waits_for_money(self) -> bool:
-        """Whether the run cannot afford a question yet, and will be able to."""
+        """Whether the run cannot pay for a question yet, but will be able to."""
         if self._purse is None or self._purse.turn_s is None or self._allowance >= 1:
             return False
         return self._purse.to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
 
     def _spend(self, turns: float) -> None:
-        """Books what turns have taken more than plain ones; less than nothing was won, and may be spent again."""
+        """Records how much longer turns were than plain ones. A negative time was won, and may be spent again."""
         self._own_allowance -= turns
         if self._purse is None or self._purse.turn_s is None:
             return
@@ -130,7 +130,7 @@ class Questions:
             self._purse.earn(-turns * self._purse.turn_s)
 
     def _all_questions(self, is_trusted: bool) -> Course:
-        """Yields one comparison after the other, is sent how each ended, and yields None while there is none."""
+        """Yields one comparison after the other, and None while there is none. It is sent the result of each."""
         tuning = self.tuning
         least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
         if self._arms and self._left >= least_turns and not is_trusted:
@@ -165,7 +165,7 @@ class Questions:
         yield from self._audit(everything if has_won and not has_failed else None)
 
     def _later_questions(self) -> Course:
-        """After what an earlier run has settled, in a while, its audit; then what could not be asked before."""
+        """Audits, after a while, what an earlier run has settled; then asks what could not be asked before."""
         held, is_own = self.tuning.choices, self._is_own
         proven = held if self.tuning.is_proven else None
         if proven is not None and not is_own and self._left >= HEAD_START + 2 * self._least_turns({}, held):
@@ -183,14 +183,14 @@ class Questions:
             yield from self._audit(before if self.tuning.is_proven else None)
 
     def _new_arms(self) -> list[Arm]:
-        """Those that the earlier run did not have: it could not pay for their trials, say."""
+        """The arms that the earlier run did not have, for example because it could not pay for their trials."""
         results = self.tuning.results
         known = {*self.tuning.choices, *(results[WHOLE].candidate if WHOLE in results else ())}
         known |= {name.removeprefix("without ").partition("=")[0] for name in results}
         return [arm for name, arm in self._arms.items() if name not in known and arm.setup is None]
 
     def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
-        """The run with an arm against the run without it, or a choice of it against the one that holds."""
+        """Compares the run with an arm and without it, or a choice of the arm and the choice that holds."""
         held = dict(self.tuning.choices)
         without = {name: kept for name, kept in held.items() if name != arm.name}
         with_it = {**without, arm.name: choice}
@@ -222,7 +222,7 @@ class Questions:
         return arm.gain_ms / 1e3 >= _LEAST_GAIN * statistics.median(self._latest)
 
     def _audit(self, proven: Choices | None = None) -> Course:
-        """What holds against the plain run; where it has not won, without its least arm, until nothing is left.
+        """Compares what holds with the plain run. If it has not won, its smallest arm goes, until nothing is left.
 
         Args:
             proven: The plan that ``tuning.whole`` has shown to be faster. While it is not refuted, it holds where
@@ -247,14 +247,14 @@ class Questions:
             self._hold(proven)
 
     def _gain_of(self, name: str) -> float:
-        """How many times as fast an arm has made the run: a choice of it was compared with the one that held before."""
+        """The factor by which an arm has made the run faster. Each choice was compared with the one before it."""
         arm, held = self._arms[name], self.tuning.choices[name]
         results = {choice: self.tuning.results.get(_question(arm, choice)) for choice in arm.choices}
         asked = {choice: result for choice, result in results.items() if result is not None}
         return math.prod(r.interval.ratio for choice, r in asked.items() if r.is_won or choice == held)
 
     def _watch(self) -> Course:
-        """A settled run: nothing for a while, then a pair, or an audit where a step takes longer than it did."""
+        """Watches a settled run: nothing for a while, then a pair, or an audit if steps take longer than before."""
         self._latest.clear()
         self._settled_s = None
         test = PairTest(ALPHA)
@@ -342,13 +342,13 @@ class Questions:
         return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
 
     def _gain(self) -> float:
-        """How many times as fast as a plain run what holds is, as far as known."""
+        """The estimated speed of what holds, as a multiple of the plain run's."""
         whole = self.tuning.whole
         return max(1.0, whole.interval.ratio) if whole is not None and self.tuning.choices else 1.0
 
     @property
     def _sure_gain(self) -> float:
-        """The same, at least."""
+        """The lower bound of that speed."""
         return max(1.0, self.tuning.whole.interval.low) if self.tuning.whole and self.tuning.is_proven else 1.0
 
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
@@ -362,5 +362,5 @@ def _question(arm: Arm, choice: str) -> str:
 
 
 def _order(arm: Arm) -> tuple[bool, bool, float]:
-    """What has to be set up comes last, where it is known what a step takes; else the most to gain comes first."""
+    """Sorts arms: the largest possible gain first, and arms that need a setup last if the time of a step is known."""
     return arm.setup is not None, arm.asked_alone, -math.inf if arm.gain_ms is None else -arm.gain_ms

@@ -66,7 +66,7 @@ class LiveTrials(Questions):
     # -- a turn ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Puts in force what the turn that now begins is to run with."""
+        """Puts the choices in force with which the next turn runs."""
         if self.is_over:
             return
         self._begun += 1
@@ -92,11 +92,11 @@ class LiveTrials(Questions):
             self._peak.restart()
 
     def took(self, seconds: float | None) -> None:
-        """Takes up what the first turn that was not timed yet took; None: something else came in between."""
+        """Takes the time of the first turn that has none yet; None if something else came in between."""
         self._timed.append(seconds)
 
     def failed(self, verdict: Verdict) -> bool:
-        """Tells that the step of the turn under way raised; whether it was a candidate's, which has lost by that.
+        """Ends the comparison if a step of its candidate has raised. Returns whether it was the candidate's.
 
         The original is then in force. Several ranks cannot do so, as the others know nothing of it.
         """
@@ -109,7 +109,7 @@ class LiveTrials(Questions):
         return True
 
     def original_failed(self) -> bool:
-        """Tells that memory ran out in the turn under way; whether that was the original's: the candidate holds now.
+        """Ends the comparison if memory ran out in its original's turn: the candidate holds. Returns whether it did.
 
         It may fit where the original does not. Nothing more is asked, as the original would have to run for that.
         """
@@ -125,14 +125,14 @@ class LiveTrials(Questions):
         return True
 
     def _on_trial(self, side: int) -> ArmComparison | None:
-        """What is compared in the turn under way, if that is of this side; not by several ranks."""
+        """The comparison of the turn under way, if the turn is of this side; None on several ranks."""
         if not self._pending or self._gather is not None:
             return None
         comparison, turn = self._pending[-1]
         return comparison if comparison is self._comparison and turn.side == side else None
 
     def lose(self, name: str) -> None:
-        """Has the rest of the run without an arm: it is off by now, and what is compared with it has lost."""
+        """Leaves an arm out for the rest of the run. It is off by now, and a candidate with it has lost."""
         if self._arms.pop(name, None) is None:
             return
         self._is_own = False  # what is left of it was not measured
@@ -146,7 +146,7 @@ class LiveTrials(Questions):
             self._comparison, self._course = None, self._all_questions(is_trusted=False)
 
     def give_up(self) -> None:
-        """Has the rest of the run be the user's own, on all ranks: there is nothing left to switch on this one."""
+        """Ends the trials on all ranks: this rank has nothing left to switch, and the rest of the run is plain."""
         self._has_given_up = not self.is_over  # by then, nobody asks
         self.tuning.choices, self.tuning.is_settled = {}, True
         self._in_force = {}
@@ -158,7 +158,7 @@ class LiveTrials(Questions):
         return (self.tuning.is_settled or not self._arms) and has_heard
 
     def _take_up(self) -> None:
-        """Hears what turns took, and held: at once, or every few turns, where ranks have to hear the same."""
+        """Evaluates the time and the memory of turns: at once, or every few turns if ranks have to agree."""
         times, peaks = list(self._timed), [peak_bytes for *_, peak_bytes in self._peaks]
         if self._gather is not None:
             if self._begun % _GATHERED_EVERY:

@@ -99,8 +99,9 @@ class Stager:
             load.arrived.append(moved)
             return moved
         if isinstance(data, Tensor) and data.device == self._device:
-            if data.is_cuda:  # allocated on the consumer's stream, and about to be read on this one
-                data.record_stream(torch.cuda.current_stream(data.device))
+            for part in _parts(data):
+                if part.is_cuda:  # allocated on the consumer's stream, and about to be read on this one
+                    part.record_stream(torch.cuda.current_stream(part.device))
             return data
         load.sources += [tensor for tensor in tensors_within(data) if tensor.is_pinned()]
         moved = move_plainly(data, self._device, non_blocking=True)
@@ -168,7 +169,7 @@ def tensors_within(data: Any) -> list[Tensor]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that have the memory of one that is sparse, or of a class that wraps others."""
+    """Plain tensors that have the memory of a tensor that is sparse, nested, quantised, or wraps others."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
@@ -181,6 +182,8 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested or tensor.is_quantized:  # record_stream() takes neither
+        return [torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())]
     return [tensor]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import weakref
 from abc import ABC, abstractmethod
@@ -144,7 +145,9 @@ class ThreadMover(Mover):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         # Its thread ends with it, closed or not.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning-accel-offload")
+        # A thread begins on the first GPU: to leave a stream there would make a context on it.
+        begin = None if self._side is None else functools.partial(torch.cuda.set_device, self._side.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning-accel-offload", initializer=begin)
 
     @override
     def _start(self, flight: Flight) -> None:

@@ -61,7 +61,9 @@ class _Captured:
         pool = torch.cuda.graph_pool_handle()
         outside = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of another priority than streams of pipelines and of offloading. torch hands out 32 of each in turn: one of
+        # many captures would get a stream on which another thread works.
+        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():
             for _ in range(_WARM_UPS):
                 results = function(*self._inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -155,6 +155,27 @@ def test_the_memory_of_a_sparse_tensor_that_is_not_coalesced_is_found() -> None:
     assert tensors_within(twice)[1].data_ptr() == values.data_ptr()
     assert [part.tolist() for part in tensors_within(nn.Parameter(twice))] == [[[1, 1]], [2.0, 3.0]]
     assert [part.tolist() for part in tensors_within(twice.coalesce())] == [[[1]], [5.0]]
+
+
+def _nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def _quantised() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*nested tensors is in prototype:UserWarning", "ignore:torch.quantize_per_tensor:UserWarning"
+)
+@pytest.mark.parametrize("make", [_nested, _quantised])
+def test_the_memory_of_a_tensor_that_no_stream_can_be_told_of_is_a_plain_one(make: Callable[[], Tensor]) -> None:
+    """A GPU's allocator takes neither nested nor quantised tensors."""
+    tensor = make()
+    (part,) = tensors_within(tensor)
+    assert (type(part), part.layout, part.is_nested, part.is_quantized) == (Tensor, torch.strided, False, False)
+    assert part.data_ptr() == tensor.untyped_storage().data_ptr()
+    assert part.nbytes == tensor.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("returns", [True, False])

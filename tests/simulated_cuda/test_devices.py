@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.memory.movers import ThreadMover
 from simulated_cuda import faults
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.numbers]
@@ -126,3 +127,11 @@ def test_numpy_sees_no_memory_of_the_device() -> None:
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):
         torch.ones(2, device="cuda").numpy()
     assert faults.taken() == []
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_the_thread_that_offloads_is_on_the_gpu_of_its_mover() -> None:
+    """A thread begins on the first GPU. To leave a stream there would make a context on it."""
+    mover = ThreadMover(torch.device("cuda", 1))
+    assert mover._thread.submit(torch.cuda.current_device).result() == 1
+    mover.close()

@@ -17,13 +17,13 @@ from lightning_accel.core.open_purse import OpenPurse
 from lightning_accel.core.optimizers import are_all, living_optimizers
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.report import AccelError, Report, difference
+from lightning_accel.engine_techniques import EngineTechniques
 from lightning_accel.technique_run import Decisions, TechniqueRun
-from lightning_accel.technique_runs import TechniqueRuns
 from lightning_accel.techniques.base import LoaderTerms, Technique
 from lightning_accel.techniques.notes import Verdicts
 
 
-class Engine(TechniqueRuns):
+class Engine(EngineTechniques):
     """A plan at work on a model.
 
     Args:

@@ -23,7 +23,7 @@ LAYERS = (
     ("techniques",),
     ("arguments.py", "settings.py"),
     ("technique_run.py",),
-    ("technique_runs.py",),
+    ("engine_techniques.py",),
     ("engine.py",),
     ("tuning",),
     ("evidence", "deploy"),

@@ -20,7 +20,7 @@ from lightning_accel.techniques.notes import Verdict, Verdicts
 T = TypeVar("T", bound=Technique)
 
 
-class TechniqueRuns:
+class EngineTechniques:
     """What may happen to techniques between two steps: a part of :class:`~lightning_accel.engine.Engine`."""
 
     model: nn.Module

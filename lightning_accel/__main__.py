@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
 
 from lightning_accel import __version__
 from lightning_accel.claims import command as claims_command
@@ -18,16 +21,31 @@ from lightning_accel.cli import (
     report_command,
     run_command,
 )
+from lightning_accel.cli.exit_codes import FAILED, ended
+
+_EXAMINES = "What this machine has, what a run here goes without, and the command that brings each missing package."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that ``argv`` (by default the process's own arguments) names; returns the exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] and given[0] in _WITH_ANOTHER_PARSER:
+        return _WITH_ANOTHER_PARSER[given[0]](given[1:])
+    arguments = _parser().parse_args(plan_command.with_values(given))
+    runs_users_code = getattr(arguments, "runs_users_code", False)
+    return ended(arguments.subcommand, lambda: int(arguments.handler(arguments)), runs_users_code=runs_users_code)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-accel", description="Tools around lightning-accel.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True)
-    subcommands.add_parser("doctor", help="what this machine has, what is missing and how to get it")
-    plan = plan_command.add_parser(subcommands)
-    claims = claims_command.add_parser(subcommands)
+    doctor = subcommands.add_parser(
+        "doctor", help="what this machine has, what is missing and how to get it", description=_EXAMINES
+    )
+    doctor.set_defaults(handler=_doctor)
+    plan_command.add_parser(subcommands)
+    claims_command.add_parser(subcommands)
     cache_command.add_parser(subcommands)
     compare_command.add_parser(subcommands)
     report_command.add_parser(subcommands)
@@ -38,48 +56,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     subcommands.add_parser("run", help="a program, started with the allocator that wins on this machine")
     subcommands.add_parser("bench", help="a training of this working tree beside that of another revision")
-    given = sys.argv[1:] if argv is None else list(argv)
-    if given[:1] == ["tune"]:
-        # Its options are those of Lightning's command line, which takes seconds to import.
-        from lightning_accel.cli.accel_cli import AccelCLI
+    return parser
 
-        sys.path.insert(0, "")  # where the classes are that the configuration names
-        sys.argv[1:] = given
-        AccelCLI()
-        return 0
-    if given[:1] == ["run"]:
-        return run_command.run(given[1:])
-    if given[:1] == ["bench"]:
-        return bench_command.run(given[1:])
-    arguments = parser.parse_args(plan_command.with_values(given))
-    if arguments.subcommand == "plan":
-        try:
-            plan_command.show(arguments)
-        except ValueError as error:
-            plan.error(str(error))
-        return 0
-    if arguments.subcommand == "cache":
-        cache_command.run(clear=arguments.clear)
-        return 0
-    if arguments.subcommand == "compare":
-        return compare_command.run(arguments)
-    if arguments.subcommand == "report":
-        return report_command.run(arguments)
-    if arguments.subcommand == "export":
-        return export_command.run(arguments)
-    if arguments.subcommand == "deploy":
-        return deploy_command.run(arguments)
-    if arguments.subcommand == "claims":
-        try:
-            return claims_command.run(arguments)
-        except ValueError as error:
-            claims.error(str(error))
 
-    # Imported late: --help and plan answer without torch.
-    from lightning_accel.cli.doctor import examine, show
+def _doctor(_: argparse.Namespace) -> int:
+    from lightning_accel.cli.doctor import examine, show  # late: --help and plan answer without torch
 
     show(examine())
     return 0
+
+
+def _tune(given: Sequence[str]) -> int:
+    """Its options are those of Lightning's command line, which takes seconds to import."""
+    if not _names_model(given) and not {"-h", "--help"} & {*given}:
+        print(
+            "lightning-accel tune: no class of a model is named: neither in --config FILE, as model: {class_path: ...},"
+            " nor by --model. If a program names it, as AccelCLI(MyModel) does, run: python train.py tune",
+            file=sys.stderr,
+        )
+        return FAILED
+    from lightning_accel.cli.accel_cli import AccelCLI
+
+    sys.path.insert(0, "")  # where the classes are that the configuration names
+    sys.argv[:] = ["lightning-accel", "tune", *given]
+    AccelCLI()
+    return 0
+
+
+def _names_model(given: Sequence[str]) -> bool:
+    """Whether options, or a configuration among them, say which model to tune; also if one cannot be read."""
+    if any(argument.startswith("--model") for argument in given):
+        return True
+    values = (argument.partition("=")[2] or argument for argument in given)
+    for path in (Path(value) for value in values if value.endswith((".yaml", ".yml", ".json"))):
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return True  # the parser says what is wrong with it
+        sections = [content, content.get("tune")] if isinstance(content, dict) else []
+        models = [section.get("model") for section in sections if isinstance(section, dict)]
+        if any("class_path" in model if isinstance(model, dict) else model for model in models):
+            return True
+    return False
+
+
+_WITH_ANOTHER_PARSER: dict[str, Callable[[Sequence[str]], int]] = {
+    "tune": _tune,
+    "run": run_command.run,
+    "bench": bench_command.run,
+}
+"""The commands that take options of the user's own program as well."""
 
 
 if __name__ == "__main__":

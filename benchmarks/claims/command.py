@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def add_parser(subcommands: Any) -> argparse.ArgumentParser:
+def add_parser(subcommands: Any) -> None:
     """Adds ``claims`` to the subcommands of an ``argparse`` parser."""
     parser: argparse.ArgumentParser = subcommands.add_parser(
         "claims",
@@ -27,7 +27,7 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
         help="folder for claims.md, and for claims/ with the figures and the chart of this machine; other machines'"
         " there stay as they are (default: docs; with --row: nothing is written)",
     )
-    return parser
+    parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

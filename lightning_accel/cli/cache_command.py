@@ -18,10 +18,11 @@ def add_parser(subcommands: Any) -> None:
         " that XLA, have built for it. LIGHTNING_ACCEL_CACHE names another folder.",
     )
     parser.add_argument("--clear", action="store_true", help="remove all of it")
+    parser.set_defaults(handler=run)
 
 
-def run(*, clear: bool) -> None:
-    """Lists what is remembered, or removes it."""
+def run(arguments: argparse.Namespace) -> int:
+    """Lists what is remembered, or removes it; returns the exit status."""
     from lightning_accel.core import cache, kernel_cache
     from lightning_accel.core.byte_size import format_bytes
     from lightning_accel.tuning import tuning_cache  # late: --help answers without torch
@@ -32,10 +33,10 @@ def run(*, clear: bool) -> None:
         "compiled programs": ("XLA", cache.xla_programs()),
     }
     sizes = {name: size for name, (_, within) in compiled.items() if (size := cache.size_bytes(within))}
-    if clear:
+    if arguments.clear:
         more = "".join(f", and {format_bytes(size)} of {name}" for name, size in sizes.items())
         print(f"removed from {folder}: {tuning_cache.clear()}{more}")
-        return
+        return 0
     table = Table("model", "settled", "over plain", "machine, versions", "written", box=None)
     complaints = []
     for entry in tuning_cache.entries():
@@ -61,3 +62,4 @@ def run(*, clear: bool) -> None:
         print(f"{name} ({by}): {format_bytes(size)} in {within}")
     for complaint in complaints:
         print(f"! {complaint}; --clear removes it")
+    return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,20 +33,17 @@ def add_parser(subcommands: Any) -> None:
         " 2 also where the machines differ, one did not finish, or memory is not known",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, and nothing else")
+    parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
-    from lightning_accel.evidence.compare import NotComparableError, compare  # late: --help answers without torch
-    from lightning_accel.evidence.record_reader import RecordError, read_record
+    from lightning_accel.evidence.compare import compare  # late: --help answers without torch
+    from lightning_accel.evidence.record_reader import read_record
 
-    try:
-        a, b = read_record(arguments.run_a), read_record(arguments.run_b)
-        found = compare(a, b)
-        worse = judged(found, arguments.gate)
-    except (RecordError, NotComparableError, OSError) as error:
-        print(f"lightning-accel compare: {error}", file=sys.stderr)
-        return NOT_COMPARABLE
+    a, b = read_record(arguments.run_a), read_record(arguments.run_b)
+    found = compare(a, b)
+    worse = judged(found, arguments.gate)
     if arguments.json:
         print(json.dumps({"a": str(a.path), "b": str(b.path), **found.to_dict(), "worse": worse}, indent=2))
     else:

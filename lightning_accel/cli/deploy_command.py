@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_accel.cli import checkpoints, exit_codes
+from lightning_accel.cli import checkpoints
 from lightning_accel.cli.compare_command import share
 from lightning_accel.cli.users_code import CheckpointError, batches_of, called
 
@@ -57,14 +57,11 @@ def add_parser(subcommands: Any) -> None:
         metavar="RUN",
         help="the folder of the run whose report is to show it (default: the one that the checkpoint lies in)",
     )
+    parser.set_defaults(handler=run, runs_users_code=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
-    return exit_codes.ended("deploy", lambda: _compare(arguments))
-
-
-def _compare(arguments: argparse.Namespace) -> int:
     from lightning_accel.deploy.comparing import compare  # late: --help answers without torch
     from lightning_accel.evidence.served import add_to_record
 

@@ -1,4 +1,4 @@
-"""How commands that run the user's code end where they cannot go on: a line, and a status that nothing else has."""
+"""How commands end that cannot go on: with one line, and a status that nothing else has."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ class Terminated(BaseException):
     """SIGTERM has come."""
 
 
-def ended(command: str, work: Callable[[], int]) -> int:
-    """What ``work`` returns; where it is stopped or fails one line, and the status that says so."""
+def ended(command: str, work: Callable[[], int], *, runs_users_code: bool = False) -> int:
+    """Returns what ``work`` returns. If it is stopped or fails, says so in one line and returns the status for that.
+
+    Args:
+        command: The subcommand, for the line.
+        work: What it does.
+        runs_users_code: Whether any exception may be the user's own. Otherwise ``ValueError`` and ``OSError`` are the
+            only ones that say something to a user.
+    """
+    expected: tuple[type[Exception], ...] = (Exception,) if runs_users_code else (ValueError, OSError)
     try:
         with sigterm_raises():
             return work()
     except (KeyboardInterrupt, Terminated) as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends what still winds up
         _say(command, "stopped; nothing was left behind.")
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
-    except Exception as error:  # whatever the user's model, data or metric raises where we call it
-        _say(command, _in_words(error))
+    except expected as error:
+        _say(command, _in_words(error) if runs_users_code else str(error))
         return FAILED
 
 

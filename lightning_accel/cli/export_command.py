@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.cli import calibration_data, checkpoints, exit_codes
+from lightning_accel.cli import calibration_data, checkpoints
 from lightning_accel.cli.users_code import CheckpointError
 from lightning_accel.deploy.combinations import HOLDS, NUMBERS, check_held
 
@@ -47,14 +47,11 @@ def add_parser(subcommands: Any) -> None:
         default="auto",
         help="dimensions of any size: auto, batch, batch+sequence or off (default: auto, what the model lets)",
     )
+    parser.set_defaults(handler=run, runs_users_code=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file; returns the exit status."""
-    return exit_codes.ended("export", lambda: _write(arguments))
-
-
-def _write(arguments: argparse.Namespace) -> int:
     # late: --help answers without torch
     from lightning_accel.deploy import export, quantize
     from lightning_accel.deploy.destination import default_path

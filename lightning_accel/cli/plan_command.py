@@ -20,7 +20,7 @@ _COUNT = re.compile(r"([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmbt]?)
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def add_parser(subcommands: Any) -> argparse.ArgumentParser:
+def add_parser(subcommands: Any) -> None:
     """Adds ``plan`` to the subcommands of an ``argparse`` parser."""
     parser: argparse.ArgumentParser = subcommands.add_parser(
         "plan",
@@ -45,7 +45,7 @@ def add_parser(subcommands: Any) -> argparse.ArgumentParser:
         "--attention", choices=get_args(Attention), default="fused", help="default: %(default)s; plain keeps its scores"
     )
     add("--heads", type=count, help=f"of plain attention (default: one for {_HEAD_DIM} of the width)")
-    return parser
+    parser.set_defaults(handler=show)
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
@@ -86,8 +86,8 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def show(arguments: argparse.Namespace) -> None:
-    """Prints a table of the strategies and the Trainer to write.
+def show(arguments: argparse.Namespace) -> int:
+    """Prints a table of the strategies and the Trainer to write; returns the exit status.
 
     Raises:
         ValueError: The shape of the model is contradictory, or an argument lacks the one it needs.
@@ -118,6 +118,7 @@ def show(arguments: argparse.Namespace) -> None:
     console.print(*_about(run, arguments), sep="\n", soft_wrap=True, highlight=False, markup=False)
     console.print(table)
     console.print(*_advice(plans, run, arguments), sep="\n", soft_wrap=True, highlight=False, markup=False)
+    return 0
 
 
 def _run_of(given: argparse.Namespace) -> DecoderRun:

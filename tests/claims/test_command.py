@@ -245,8 +245,7 @@ def test_single_rows_replace_those_of_this_machine_s_record_and_leave_its_others
 def test_single_rows_do_not_join_a_record_of_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "claims").mkdir()
     write(tmp_path, a_record(a_row(MET), **{**machine(), "torch": "1.0"}))
-    with pytest.raises(SystemExit):
-        main(["claims", "--row", "18", "--out", str(tmp_path)])
+    assert main(["claims", "--row", "18", "--out", str(tmp_path)]) == 2
     complaint = capsys.readouterr().err
     assert f"was measured with torch 1.0, here is torch {torch.__version__}" in complaint
     assert "without --row" in complaint
@@ -262,20 +261,17 @@ def test_a_failed_row_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--row", "20"], r"--row 20: there is none. Allowed: 1 to 19"),
-        (["--row", "0"], r"--row 0: there is none"),
-        (["--row", "four"], r"invalid int value: 'four'"),
-        (["--row", "9", "--out", "file/folder"], r"--out file/folder: no folder can be made there"),
+        (["--row", "20"], "--row 20: there is none. Allowed: 1 to 19"),
+        (["--row", "0"], "--row 0: there is none"),
+        (["--row", "9", "--out", "file/folder"], "--out file/folder: no folder can be made there"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_measured(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").touch()
-    with pytest.raises(SystemExit) as stopped:
-        main(["claims", *arguments])
-    assert stopped.value.code == 2
-    assert re.search(complaint, capsys.readouterr().err)
+    assert main(["claims", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_help_needs_no_torch() -> None:

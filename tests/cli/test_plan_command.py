@@ -139,9 +139,6 @@ def test_what_is_no_positive_whole_number_is_refused(
         (["--memory", "80"], "memory='80' has no unit. Did you mean '80GiB'?"),
         (["--memory", "-3GiB"], "memory='-3GiB' is not positive"),
         (["--memory", "lots"], "memory='lots' is no amount of memory"),
-        (["--batch-size", "8"], "--batch-size 8 needs --seq-len"),
-        (["--tied-embeddings"], "--tied-embeddings needs --vocab"),
-        (["--vocab", "2M", "--width", "4096"], "params=7,000,000,000 leaves nothing for the blocks"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -149,6 +146,22 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], argu
         main([*SEVEN_BILLION, *arguments])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-size", "8"], "--batch-size 8 needs --seq-len"),
+        (["--tied-embeddings"], "--tied-embeddings needs --vocab"),
+        (["--vocab", "2M", "--width", "4096"], "params=7,000,000,000 leaves nothing for the blocks"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main([*SEVEN_BILLION, *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_answers_without_torch() -> None:

@@ -1,0 +1,71 @@
+"""What all commands have in common: help, and how they end that cannot go on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_accel.__main__ import main
+from lightning_accel.cli.exit_codes import ended
+
+COMMANDS = ("doctor", "plan", "claims", "cache", "compare", "report", "export", "deploy")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_what_the_command_is_for(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    usage, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: lightning-accel {command}")
+    assert len(description.split()) > 8
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/etc/report.html"), ValueError("no run")])
+def test_what_a_user_can_mend_is_said_in_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise error
+
+    assert ended("report", fail) == 2
+    assert capsys.readouterr().err == f"lightning-accel report: {error}\n"
+
+
+def test_an_error_of_our_own_is_shown_whole() -> None:
+    with pytest.raises(ZeroDivisionError):
+        ended("report", lambda: 1 // 0)
+
+
+def test_a_second_interrupt_ends_what_is_still_winding_up() -> None:
+    """As Inductor's workers do at the end of a process, which wait for each other."""
+    code = """
+import atexit, os, signal, threading, time
+from lightning_accel.cli.exit_codes import ended
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+def wind_up():
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(60)
+atexit.register(wind_up)
+raise SystemExit(ended("claims", interrupted))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler){code}"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.stderr == "lightning-accel claims: stopped; nothing was left behind.\n"
+    assert done.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("content", ["trainer:\n  max_epochs: 3\n", "model:\n  hidden: 8\n", ""])
+def test_tune_without_the_class_of_a_model_says_how_to_start_it(
+    content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("config.yaml").write_text(content)
+    assert main(["tune", "--config", "config.yaml"]) == 2
+    assert "run: python train.py tune" in capsys.readouterr().err

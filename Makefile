@@ -17,7 +17,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu gpu-smoke gpu-tests gpu-bench clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu gpu-smoke gpu-tests gpu-bench release clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -136,6 +136,11 @@ gpu-tests:  ## The tests marked gpu, for 8 minutes (PART=memory: those of tests/
 
 gpu-bench:  ## The benchmarks of GPUs, as many as go into 8 minutes, and the command for the rest (ONLY=gpu_ladder,gpu_memory: those)
 	$(PYTHON) tests/on_gpu.py bench --only "$(ONLY)" --out "$(abspath $(RESULTS))"
+
+# Nothing is uploaded. What writes the SBOM is needed for nothing else.
+release: $(STAMP)  ## Build wheel and sdist twice, install them on the oldest and the newest Python, write sums and an SBOM into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0
+	$(BIN)/python tests/release.py $(RELEASE_FLAGS)
 
 clean:  ## Remove everything that make and the tests have made, .venv too
 	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) $(LAUNCHERS) $(LIBRARIES) .venv-versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs

@@ -160,13 +160,14 @@ def trained(
     import digits
     from lightning_accel import AccelPlugin
     from lightning_accel.core.compiled import is_compiled
+    from lightning_accel.experiment.store import Entry
     from lightning_accel.techniques.registry import declarations
-    from lightning_accel.tuning.tuning_cache import Entry, entries
+    from lightning_accel.tuning.tuning_cache import TUNINGS
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     def settled() -> Entry | None:
-        return next((entry for entry in entries() if isinstance(entry, Entry)), None)
+        return next((entry for entry in TUNINGS.entries() if isinstance(entry, Entry)), None)
 
     class Watch(Callback):
         """When each step began, and whether blocks ran compiled in it; ends the run."""
@@ -222,7 +223,7 @@ def trained(
         "compiled": watch.compiled[: len(step_ms)],
         "imports_s": imports_s,
         "to_first_s": watch.at[0] - begun,
-        "choices": {} if entry is None else entry.tuning.choices,
+        "choices": {} if entry is None else entry.value.choices,
         "settled": statuses if entry is not None or not plugin else f"not settled; {statuses}",
         "report": str(plugin.report) if plugin else "",
     }

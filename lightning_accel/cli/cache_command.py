@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+_OTHERS = {
+    "verdicts": "what trials have found, for the very same program",
+    "searches": "searches before a run (tune), of which a second call goes on",
+    "allocators": "which allocator wins (run)",
+}
 
 
 def add_parser(subcommands: Any) -> None:
@@ -22,44 +30,40 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lists what is remembered, or removes it; returns the exit status."""
-    from lightning_accel.core import cache, kernel_cache
+    """Lists what is kept, or removes it; returns the exit status."""
     from lightning_accel.core.byte_size import format_bytes
-    from lightning_accel.tuning import tuning_cache  # late: --help answers without torch
+    from lightning_accel.experiment.store import STORES, DamagedError, Store, cache_folder, kernel_folder, xla_folder
+    from lightning_accel.tuning.tuning_cache import TUNINGS  # late: --help answers without torch
 
-    folder = cache.folder()
-    compiled = {
-        "compiled kernels": ("compile", kernel_cache.folder()),
-        "compiled programs": ("XLA", cache.xla_programs()),
-    }
-    sizes = {name: size for name, (_, within) in compiled.items() if (size := cache.size_bytes(within))}
+    compiled = (("compiled kernels", "compile", kernel_folder()), ("compiled programs", "XLA", xla_folder()))
+    sizes = [(*one, format_bytes(size)) for one in compiled if (size := _size_bytes(one[-1]))]
     if arguments.clear:
-        more = "".join(f", and {format_bytes(size)} of {name}" for name, size in sizes.items())
-        print(f"removed from {folder}: {tuning_cache.clear()}{more}")
+        count = sum(Store(name).clear() for name in STORES)
+        for _, _, within in compiled:
+            shutil.rmtree(within, ignore_errors=True)
+        more = "".join(f", and {size} of {name}" for name, _, _, size in sizes)
+        print(f"removed from {cache_folder()}: {count}{more}")
         return 0
     table = Table("model", "settled", "over plain", "machine, versions", "written", box=None)
+    lines = [f"{words}: {count}" for name, words in _OTHERS.items() if (count := len(list(Store(name).paths())))]
     complaints = []
-    for entry in tuning_cache.entries():
-        if isinstance(entry, tuning_cache.DamagedError):
-            complaints.append(str(entry))
+    for entry in TUNINGS.entries():
+        if isinstance(entry, DamagedError):
+            complaints.append(f"! {entry}; --clear removes it")
             continue
-        choices = ", ".join(f"{arm}={choice}" for arm, choice in entry.tuning.choices.items()) or "nothing"
-        whole = entry.tuning.whole
+        choices = ", ".join(f"{arm}={choice}" for arm, choice in entry.value.choices.items()) or "nothing"
+        whole = str(entry.value.whole.interval) if entry.value.whole else ""
         machine = f"{entry.key['host']}, {entry.key['versions']}"
-        table.add_row(entry.key["model"], choices, str(whole.interval) if whole else "", machine, entry.written)
-    searches = len(list(tuning_cache.searches().glob("*.json")))
-    allocators = len(list((folder / "allocators").glob("*.json")))
+        table.add_row(entry.key["model"], choices, whole, machine, entry.written.isoformat())
+    lines += [f"{name} ({by}): {size} in {within}" for name, by, within, size in sizes]
     if table.row_count:
         Console(width=160).print(table)
-    elif not searches and not allocators and not sizes:
-        print(f"nothing is remembered in {folder}")
-    if searches:
-        print(f"searches before a run (tune), of which a second call goes on: {searches}")
-    if allocators:
-        print(f"which allocator wins (run): {allocators}")
-    for name, size in sizes.items():
-        by, within = compiled[name]
-        print(f"{name} ({by}): {format_bytes(size)} in {within}")
-    for complaint in complaints:
-        print(f"! {complaint}; --clear removes it")
+    elif not lines:
+        lines = [f"nothing is remembered in {cache_folder()}"]
+    for line in (*lines, *complaints):
+        print(line)
     return 0
+
+
+def _size_bytes(within: Path) -> int:
+    return sum(path.stat().st_size for path in within.rglob("*") if path.is_file())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lightning_accel.core.allocators import (
     ENVIRONMENT_IN_FILE,
@@ -25,12 +25,12 @@ from lightning_accel.core.allocators import (
     installed_library,
     segment_settings,
 )
-from lightning_accel.core.atomic_write import write_whole
-from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.package_version import own_version
 from lightning_accel.core.processor import from_cpuinfo
+from lightning_accel.experiment.digest import digest
+from lightning_accel.experiment.store import DamagedError, Store
 
 SECONDS = 20.0
 """How long the comparisons may take, of a machine that nothing is known of."""
@@ -61,6 +61,9 @@ class Start:
     environment: Mapping[str, str]  # the variables that are added
     reason: str  # why, or why there are none
     table: Sequence[str] = field(default=())  # a line for each allocator that was measured just now
+
+
+_STARTS = Store("allocators", lambda found: Start(**found))
 
 
 def run(given: Sequence[str]) -> int:
@@ -155,10 +158,10 @@ def _with_heap(*, measures: bool) -> Start:
     possible = heaps()
     if not possible:
         return Start({}, f"nothing to gain: on {platform.system()} there is no other allocator to start a program with")
-    path = _file_for(possible)
-    known = None if measures else _recalled(path)
-    if known is not None:
-        return known
+    key = _key(possible)
+    with suppress(DamagedError):  # it is measured again, and written anew
+        if not measures and (entry := _STARTS.get(key)) is not None:
+            return entry.value
     if _is_one_of_several():
         return Start({}, "not measured yet, which several processes do not do: first `lightning-accel run --measure`")
     names = ", ".join(heap.name for heap in possible)
@@ -175,28 +178,18 @@ def _with_heap(*, measures: bool) -> Start:
         reason = f"nothing to gain: no allocator is faster, {measured}"
     if not result.name and not result.is_sure:
         reason = f"nothing that could be told, {measured}; on a machine that is quiet: `lightning-accel run --measure`"
-    content = {"environment": dict(result.environment), "reason": reason, "table": result.table}
     with suppress(OSError):  # what cannot be kept has to be measured again
-        write_whole(path, json.dumps(content, indent=1))
+        _STARTS.put(key, {"environment": dict(result.environment), "reason": reason})
     return Start(result.environment, reason, result.table)
 
 
-def _file_for(possible: Sequence[Allocator]) -> Path:
-    """Where the answer for this machine is kept."""
-    about: tuple[Any, ...] = (
-        *(platform.node(), from_cpuinfo("model name"), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")),
+def _key(possible: Sequence[Allocator]) -> dict[str, str]:
+    about = (
+        *(from_cpuinfo("model name"), os.cpu_count(), os.environ.get("OMP_NUM_THREADS")),
         *(platform.python_version(), version("torch"), own_version(), platform.libc_ver()),
         *((heap.name, dict(heap.environment)) for heap in possible),
     )
-    return folder() / "allocators" / f"{digest(about)}.json"
-
-
-def _recalled(path: Path) -> Start | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Start(content["environment"], content["reason"])
-    except (OSError, ValueError, KeyError, TypeError):  # it is measured again, and written anew
-        return None
+    return {"host": platform.node(), "machine": digest(*about)}
 
 
 def _has_nvidia_gpu(environment: Mapping[str, str]) -> bool:

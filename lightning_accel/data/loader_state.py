@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import sys
 import zlib
@@ -14,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.core.torch_private.tensors import version_of
+from lightning_accel.experiment.digest import hasher
 from lightning_accel.ops.arrays import tensor_as_numpy
 
 MOST_BYTES = 256 * 2**20
@@ -49,7 +49,7 @@ def state_of(*parts: Any) -> bytes:
 
 class _Digest(io.RawIOBase):
     def __init__(self) -> None:
-        self._hash, self._bytes = hashlib.blake2b(digest_size=16), 0
+        self._hash, self._bytes = hasher(), 0
 
     @override
     def writable(self) -> bool:

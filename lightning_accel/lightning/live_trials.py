@@ -17,17 +17,18 @@ from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.engine import Engine
+from lightning_accel.experiment.store import DamagedError, Key
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.trainer_turns import TrainerTurns
 from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.tuning import tuning_cache, verdict_cache
+from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.trials import LiveTrials
-from lightning_accel.tuning.tuning_cache import DamagedError, Key
+from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Known, Program
+from lightning_accel.tuning.verdict_cache import Known, program_key
 
 _LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
 _TRIAL_BATCHES = 2  # on which the parts are tried
@@ -63,7 +64,7 @@ class LiveTuning:
         switched: Callable[[bool], Any],
         settings: str = "",
         purse: Purse | None = None,
-        program: Program | None = None,
+        program: Key | None = None,
     ) -> None:
         self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
         self._own_arms, self.resumed, self._switched = own_arms, resumed, switched
@@ -141,7 +142,7 @@ class LiveTuning:
             # A deterministic run decides nothing by the clock.
             is_none = torch.are_deterministic_algorithms_enabled() or self._engine.is_trying
             self._arms = self._had_by_all([] if is_none else [*self._own_arms(), *self._engine.arms()])
-            self._key = Key.of(trainer.lightning_module, batch, self._engine.host.described, self._arms)
+            self._key = run_key(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or self._known or (self._recalled(self._key) if self._arms else None)
             possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}
             if self._known is not None and self._known.choices.items() - possible:
@@ -221,7 +222,8 @@ class LiveTuning:
         known, complaint = None, ""
         if self._trainer.is_global_zero:
             try:
-                known = tuning_cache.recall(key)
+                entry = TUNINGS.get(key)
+                known = entry and entry.value
             except DamagedError as error:
                 complaint = f"{error}: what it remembers is not used. `lightning-accel cache --clear` removes it."
         known, complaint = self._trainer.strategy.broadcast((known, complaint))
@@ -257,15 +259,15 @@ class LiveTuning:
         self._keep_verdicts()
         if self._trainer.is_global_zero and self._key is not None and not tuning.is_earlier:
             try:
-                tuning_cache.remember(self._key, tuning)
+                TUNINGS.put(self._key, tuning.to_dict())
             except OSError as error:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
 
 
-def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | None = None) -> Program | None:
-    """The program that trains on a batch, given the plan in words; None as of :meth:`Program.of`."""
+def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | None = None) -> Key | None:
+    """The program that trains on a batch, given the plan in words; None if it has no key."""
     settings = f"{plan}, {trainer.world_size} ranks, {type(trainer.strategy)}"
-    return Program.of(trainer.lightning_module, batch, host.described, settings, held)
+    return program_key(trainer.lightning_module, batch, host.described, settings, held)
 
 
 def set_choices(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:

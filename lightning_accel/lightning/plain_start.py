@@ -29,6 +29,7 @@ from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.step_timeline import StepTimeline, StepTimes
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.live_trials import program_of
 from lightning_accel.lightning.met_programs import PROGRAMS, Met, signature_of
@@ -42,7 +43,7 @@ from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Known, Program
+from lightning_accel.tuning.verdict_cache import Known
 
 PLAIN_STEPS = 3
 """The least number of steps that are timed. The first one fills caches and does not count."""
@@ -77,7 +78,7 @@ class PlainStart:
         kept: RunState,
         purse: Purse,
         make_run: Callable[[], Run],
-        start: Callable[[Run, Mapping[str, str], Program | None], None],
+        start: Callable[[Run, Mapping[str, str], Key | None], None],
         stay_plain: Callable[[str], None],
         *,
         wins_untried: bool,
@@ -87,7 +88,7 @@ class PlainStart:
         self._trainer: Trainer = module.trainer
         self._searches = Searches(self._trainer)
         self._run: Run | None = None
-        self._program: Program | None = None
+        self._program: Key | None = None
         self._known: Known | None = None
         self._signature: Any = None
         self._timeline = StepTimeline(HostClock(), self._took)
@@ -226,7 +227,7 @@ class PlainStart:
 
     def _may_be_known(self, turns: float) -> bool:
         """Whether a description of the program is of use: to find its earlier verdicts, or to keep them."""
-        return turns > PLAIN_STEPS and (not self._is_short or verdict_cache.are_kept())
+        return turns > PLAIN_STEPS and (not self._is_short or any(verdict_cache.VERDICTS.paths()))
 
     def _is_known_to_be_short(self, met: Met) -> bool:
         """Whether the run can never pay for a look, even if its steps take twice as long as expected."""

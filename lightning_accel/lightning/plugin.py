@@ -21,6 +21,7 @@ from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
 from lightning_accel.core.report import Report
+from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision, nested
 from lightning_accel.lightning.packages import LightningModule, Trainer, TrainerFn
@@ -35,7 +36,6 @@ from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import ResolvedPrecision, resolve_precision
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Program
 
 _FABRICS = "Fabric takes another plugin: Fabric(plugins=[AccelFabricPlugin()])."
 _WHERE_REFUSED = (
@@ -147,7 +147,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         reason: str,
         run: Run,
         left_out: Mapping[str, str] | None = None,
-        program: Program | None = None,
+        program: Key | None = None,
     ) -> None:
         """Puts the plan to work: when the run starts, or between two steps of a fit that began plain."""
         self._run = run

@@ -18,6 +18,7 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.trial import VerdictKind
 from lightning_accel.engine import Engine
+from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.batch_transfer import BatchTransfer
 from lightning_accel.lightning.fallbacks import RunParts
@@ -38,7 +39,6 @@ from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
 from lightning_accel.techniques.registry import declarations
-from lightning_accel.tuning.verdict_cache import Program
 
 _LOOK = 0.01  # the share of a turn that a look before every switch may take
 
@@ -148,7 +148,7 @@ class Run:
         if self._is_answering and may_lack_memory(self._module.trainer.strategy.root_device):
             self.pipeline.add(*self._guards())
 
-    def start(self, left_out: Mapping[str, str] | None = None, program: Program | None = None) -> None:
+    def start(self, left_out: Mapping[str, str] | None = None, program: Key | None = None) -> None:
         """Puts the parts to work. If it raises, :meth:`close` undoes what it has done.
 
         Args:

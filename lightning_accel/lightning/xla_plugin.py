@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.core import cache, xla
+from lightning_accel.core import xla
 from lightning_accel.core.host import Host
+from lightning_accel.experiment.store import xla_folder
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.packages import LightningModule, XLAPrecision, own
@@ -80,7 +81,7 @@ class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
             )
         precision, reason = resolve_precision(self.plan.precision, host)
         self.set_precision(precision)
-        kept = xla.keep_programs(cache.xla_programs())
+        kept = xla.keep_programs(xla_folder())
         # Neither can be had; what was asked for by name is said aloud, below.
         self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, RunState())
         report = self._run.engine.report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import hashlib
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from lightning_accel.core.atomic_write import is_special
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.experiment.digest import digest
 from lightning_accel.lightning.packages import TorchCheckpointIO
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
@@ -129,7 +129,7 @@ def _beside(target: Path, suffix: str) -> Path:
 
 def _prefix(target: Path) -> str:
     # With the host, as processes of others cannot be asked whether they live. Names are of 255 bytes at most.
-    name = target.name if len(target.name.encode()) <= 100 else hashlib.sha256(target.name.encode()).hexdigest()
+    name = target.name if len(target.name.encode()) <= 100 else digest(target.name)
     return f".{name}.{socket.gethostname()}."
 
 

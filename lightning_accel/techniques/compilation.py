@@ -13,11 +13,11 @@ import torch.compiler.config
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core import kernel_cache
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import CompiledKind, is_compiled, is_gathered_by_hooks
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.techniques import kernel_cache
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.compile_setup import CompileSetup

@@ -9,7 +9,6 @@ import datetime
 import decimal
 import enum
 import functools
-import hashlib
 import re
 import sys
 import types
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.live_tensors import content_of, slots_of
 from lightning_accel.core.torch_private.modules import buffer_slots
+from lightning_accel.experiment.digest import digest
 from lightning_accel.ops.arrays import tensor_as_numpy
 
 WHOLE_BYTES = 1 << 16
@@ -60,10 +60,7 @@ def described(model: nn.Module) -> str:
     Raises:
         UntoldError: Something of it cannot be told.
     """
-    digest = hashlib.sha256()
-    for word in _Description(model).words():
-        digest.update(word.encode(errors="surrogatepass") + b"\0")
-    return digest.hexdigest()[:16]
+    return digest(*_Description(model).words())
 
 
 class _Description:
@@ -146,7 +143,7 @@ class _Description:
         kind = type(value)
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and not value.dtype.hasobject:
-            yield f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
+            yield f"{value.dtype} {value.shape} {digest(value.tobytes())}"
         elif isinstance(value, _OPERATORS):
             yield str(getattr(value, "qualified_name", value))
         elif not _is_handle(kind):
@@ -190,8 +187,4 @@ def _tensor(tensor: Tensor) -> str:
         sample = torch.arange(0, tensor.numel(), tensor.numel() // SAMPLE | 1, device=tensor.device)
         values = values[torch.unravel_index(sample, tensor.shape)]
     values = values.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return f"{words} {_digest(tensor_as_numpy(values.view(torch.uint8)).tobytes())}"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return f"{words} {digest(tensor_as_numpy(values.view(torch.uint8)).tobytes())}"

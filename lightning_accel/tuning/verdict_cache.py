@@ -10,8 +10,6 @@ number of threads. Anything else, and what cannot be told, is tried again; so is
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import sys
 import sysconfig
@@ -26,12 +24,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.core.atomic_write import write_whole
-from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.experiment.digest import digest
+from lightning_accel.experiment.store import DamagedError, Key, Store
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.tuning.model_fingerprint import described
-from lightning_accel.tuning.tuning_cache import Key
+from lightning_accel.tuning.tuning_cache import run_key
 from lightning_accel.tuning.tuning_result import Tuning
 
 GOOD_FOR = timedelta(days=7)
@@ -42,106 +40,73 @@ class Known:
     """Verdicts of an earlier run.
 
     Attributes:
-        decisions: Of each technique, site by site.
+        decisions: The verdicts of each technique, site by site.
+        tuning: What live trials had settled; None if they had settled nothing.
         written: When, in UTC.
-        tuning: What live trials had settled; None: they had not.
     """
 
     decisions: dict[str, Verdicts]
+    tuning: Tuning | None
     written: datetime
-    tuning: Tuning | None = None
 
 
-@dataclass(frozen=True)
-class Program:
-    """All that a trial's verdict hangs on, in digests.
+def program_key(model: nn.Module, batch: Any, host: str, settings: str, held: str | None = None) -> Key | None:
+    """The program that is about to train ``model`` on ``batch``; None if it cannot be told from another one.
 
-    Attributes:
-        key: As of whole runs: the model's class and parameters, the machine, the versions.
-        batch: The shapes and dtypes of the first batch.
-        model: What every module holds beside its parameters.
-        source: The files of the program and of the model's classes.
-        settings: The plan, torch's own switches, the command line, the versions of all that is installed.
+    Args:
+        model: As it is before its first step.
+        batch: The first.
+        host: In words.
+        settings: In words.
+        held: What :func:`~lightning_accel.tuning.model_fingerprint.described` said before the first step of the
+            model; None if that step is still to come.
     """
-
-    key: Key
-    batch: str
-    model: str
-    source: str
-    settings: str
-
-    @classmethod
-    def of(cls, model: nn.Module, batch: Any, host: str, settings: str, held: str | None = None) -> Program | None:
-        """The program that is about to train ``model`` on ``batch``; None where it cannot be told from another one.
-
-        Args:
-            model: As it is before its first step.
-            batch: The first.
-            host: In words.
-            settings: In words.
-            held: What :func:`~lightning_accel.tuning.model_fingerprint.described` said before its first step,
-                where that is over; None: it is not.
-        """
-        try:
-            return cls._of(model, batch, host, settings, held)
-        except Exception:  # of objects of any library's: no run is to end for what is to spare it a trial
-            return None
-
-    @classmethod
-    def _of(cls, model: nn.Module, batch: Any, host: str, settings: str, held: str | None) -> Program | None:
+    try:
         source = _source(model)
         if source is None or any(map(is_lazy, model.parameters())):
             return None
-        tensors = [(tuple(t.shape), str(t.dtype)) for t in tensors_in(batch) if not t.is_nested]
         switches = (
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             str(torch.get_default_dtype()),
         )
-        return cls(
-            Key.of(model, batch, host, ()),
-            repr(tensors),
-            described(model) if held is None else held,
-            source,
-            digest((settings, switches, sys.argv, _installed())),
-        )
-
-    @property
-    def path(self) -> Path:
-        """Where its verdicts are kept."""
-        return _folder() / f"{digest(self)}.json"
-
-
-def _folder() -> Path:
-    return folder() / "verdicts"
-
-
-def are_kept() -> bool:
-    """Whether there are any, of whatever program."""
-    return _folder().is_dir() and next(_folder().iterdir(), None) is not None
-
-
-def recall(program: Program) -> Known | None:
-    """What the trials of an earlier run of ``program`` have found; None where there is nothing, or nothing legible."""
-    try:
-        content = json.loads(program.path.read_text(encoding="utf-8"))
-        written = datetime.fromisoformat(content["written"])
-        if datetime.now(timezone.utc) - written > GOOD_FOR:
-            return None
-        decisions = {
-            technique: {where: Verdict.from_dict(verdict) for where, verdict in verdicts.items()}
-            for technique, verdicts in content["decisions"].items()
+        return {
+            **run_key(model, batch, host),
+            "batch": repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(batch) if not t.is_nested]),
+            "modules": described(model) if held is None else held,
+            "source": source,
+            "settings": digest(settings, switches, sys.argv, _installed()),
         }
-        tuning = None if content["tuning"] is None else Tuning.from_dict(content["tuning"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except Exception:  # of objects of any library's: no run is to end for what is to spare it a trial
         return None
-    if tuning is not None:
-        tuning.is_earlier = True
-    return Known(decisions, written, tuning)
 
 
-def remember(program: Program, decisions: Mapping[str, Verdicts], tuning: Tuning | None = None) -> None:
+def _read(found: Mapping[str, Any]) -> tuple[dict[str, Verdicts], Tuning | None]:
+    decisions = {
+        technique: {site: Verdict.from_dict(verdict) for site, verdict in verdicts.items()}
+        for technique, verdicts in found["decisions"].items()
+    }
+    tuning = None if found["tuning"] is None else Tuning.from_dict({**found["tuning"], "is_earlier": True})
+    return decisions, tuning
+
+
+VERDICTS = Store("verdicts", _read)
+"""By :func:`program_key`."""
+
+
+def recall(program: Key) -> Known | None:
+    """What the trials of an earlier run of ``program`` have found; None if there is nothing that can be used."""
+    try:
+        entry = VERDICTS.get(program)
+    except DamagedError:
+        return None
+    if entry is None or datetime.now(timezone.utc) - entry.written > GOOD_FOR:
+        return None
+    return Known(*entry.value, entry.written)
+
+
+def remember(program: Key, decisions: Mapping[str, Verdicts], tuning: Tuning | None = None) -> None:
     """Keeps what the trials have found, without what they could not find out: another run may.
 
     Raises:
@@ -150,11 +115,10 @@ def remember(program: Program, decisions: Mapping[str, Verdicts], tuning: Tuning
     known = ("kept", "refused")
     sound = {name: found for name, found in decisions.items() if all(one.kind in known for one in found.values())}
     content = {
-        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "decisions": {name: {site: v.to_dict() for site, v in verdicts.items()} for name, verdicts in sound.items()},
         "tuning": None if tuning is None else tuning.to_dict(),
     }
-    write_whole(program.path, json.dumps(content, indent=1))
+    VERDICTS.put(program, content)
 
 
 def _source(model: nn.Module) -> str | None:
@@ -167,20 +131,17 @@ def _source(model: nn.Module) -> str | None:
     loaded = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
     # Some of torch's only pretend to have a file.
     own = [file for file in loaded if not _is_a_librarys(file) and os.path.isfile(file)]
-    digest = hashlib.sha256()
-    for file in sorted({*filter(None, files), *own}):
-        try:
-            said = os.stat(file)
-            digest.update(_content(file, said.st_mtime_ns, said.st_size, said.st_ino))
-        except OSError:
-            return None
-    return digest.hexdigest()[:16]
+    try:
+        stats = [(file, os.stat(file)) for file in sorted({*filter(None, files), *own})]
+        return digest(*(_content(file, said.st_mtime_ns, said.st_size, said.st_ino) for file, said in stats))
+    except OSError:
+        return None
 
 
 @functools.cache
-def _content(file: str, mtime_ns: int, size: int, inode: int) -> bytes:
+def _content(file: str, mtime_ns: int, size: int, inode: int) -> str:
     """A digest of what is in ``file``, which is read again only where it has been written to."""
-    return hashlib.sha256(Path(file).read_bytes()).digest()
+    return digest(Path(file).read_bytes())
 
 
 def _file_of(module: Any) -> str | None:

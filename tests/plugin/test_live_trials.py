@@ -20,8 +20,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
+from lightning_accel.experiment.store import STORES, Entry, Store
 from lightning_accel.lightning import live_trials
-from lightning_accel.tuning import tuning_cache
+from lightning_accel.tuning.tuning_cache import TUNINGS
 from support.live_runs import OTHERS_OFF, Speed, Timed, batches, fit, simulated
 
 pytestmark = pytest.mark.numbers
@@ -190,8 +191,8 @@ def test_a_search_for_the_batch_size_comes_before_the_trials() -> None:
         quiet_trainer(plugin, callbacks=[search]).fit(model)
     assert model.batch_size == 8
     assert "over plain" in status(plugin)
-    (entry,) = tuning_cache.entries()
-    assert isinstance(entry, tuning_cache.Entry)
+    (entry,) = TUNINGS.entries()
+    assert isinstance(entry, Entry)
     assert entry.key["batch"] == "[[3, 3]]"  # 8 samples of 8 numbers, as powers of two
 
 
@@ -206,7 +207,8 @@ def test_a_resumed_run_goes_on_with_what_was_settled(tmp_path: Path) -> None:
         first, resumed = Timed(time), Timed(time)
         fit(first, 100)
         first.trainer.save_checkpoint(tmp_path / "first.ckpt")
-        tuning_cache.clear()
+        for name in STORES:
+            Store(name).clear()
         plugin = fit(resumed, 100, max_epochs=2, ckpt_path=str(tmp_path / "first.ckpt"))
     assert set(resumed.seen[5:]) == {"off"}
     assert status(plugin) == "no option was measurably faster; running unmodified"
@@ -232,7 +234,7 @@ def test_a_long_later_run_of_what_settled_on_plain_stays_plain() -> None:
 def test_a_proven_plan_stays_in_a_short_later_run_that_cannot_tell() -> None:
     with simulated(1.5) as time:
         fit(Timed(time), 150)
-        before = (path := next(tuning_cache.folder().glob("*.json"))).read_text()
+        before = (path := next(TUNINGS.paths())).read_text()
         time.noise, Speed.speedup = 0.05, 1.02
         model = Timed(time)
         plugin = fit(model, 70)
@@ -246,10 +248,10 @@ def test_a_run_that_could_not_tell_has_a_later_one_ask_again() -> None:
     with simulated(1.1) as time:
         time.noise = 0.2
         fit(Timed(time), 70)
-        (entry,) = tuning_cache.entries()
-        assert isinstance(entry, tuning_cache.Entry)
-        assert entry.tuning.is_open_for(200)
-        assert entry.tuning.is_nothing_for(70)  # as long as it was itself
+        (entry,) = TUNINGS.entries()
+        assert isinstance(entry, Entry)
+        assert entry.value.is_open_for(200)
+        assert entry.value.is_nothing_for(70)  # as long as it was itself
         time.noise = 0.01
         plugin = fit(Timed(time), 200)
     assert status(plugin).endswith("of your own steps")
@@ -282,17 +284,17 @@ def test_a_long_later_run_audits_what_it_remembers() -> None:
 def test_a_damaged_memory_is_said_and_not_used() -> None:
     with simulated(1.5) as time:
         fit(Timed(time), 200)
-        (path,) = tuning_cache.folder().glob("*.json")
+        (path,) = TUNINGS.paths()
         path.write_text("{")
         plugin = fit(Timed(time), 200)
     assert any("is damaged" in note for note in plugin.report.notes)
     assert "over plain" in status(plugin)
 
 
-def test_a_folder_that_cannot_be_written_to_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
-    with pytest.MonkeyPatch.context() as patch, simulated(1.5) as time:
-        patch.setattr(tuning_cache, "folder", lambda: tmp_path / "a file")
+    with pytest.MonkeyPatch.context() as environment, simulated(1.5) as time:
+        environment.setenv("LIGHTNING_ACCEL_CACHE", str(tmp_path / "a file"))
         plugin = fit(Timed(time), 200)
     assert any("could not be remembered" in note for note in plugin.report.notes)
 

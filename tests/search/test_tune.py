@@ -14,11 +14,11 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_accel import tune
+from lightning_accel.experiment.store import cache_folder
 from lightning_accel.search.job import TuneJob
 from lightning_accel.search.search import SearchOutcome
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.tune import TuneResult, _places, _result, parse_time
-from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.pairs import RatioInterval
 from support.search_runs import Broken, Empty, Quiet, Samples, Scheduled, Sleeper, Slow, loader, searched, trainer
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.numbers
 
 def _files() -> set[str]:
     """In the current folder, beside the cache that a test has of its own."""
-    return set(os.listdir()) - {tuning_cache.folder().name}
+    return set(os.listdir()) - {cache_folder().name}
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core import compiled, kernel_cache
+from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.trial import Trial
+from lightning_accel.experiment.store import kernel_folder
 from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation, compiled_blocks
 from lightning_accel.techniques.arms import OFF, Arm, ArmSetup
@@ -329,8 +330,8 @@ def test_the_report_counts_graphs_and_those_compiled_anew(compiler: Compiler, ve
 
 
 def test_where_kernels_cannot_be_kept_the_report_says_so(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel_cache.folder().parent.mkdir()
-    kernel_cache.folder().touch()
+    kernel_folder().parent.mkdir()
+    kernel_folder().touch()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     handle, arm, setup = started(blocks(2.0, 2.0))
     set_up(handle, arm, setup)

@@ -18,9 +18,10 @@ from torch import nn
 
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.trial import VerdictKind
+from lightning_accel.experiment.store import Key
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning import verdict_cache
-from lightning_accel.tuning.verdict_cache import Program
+from lightning_accel.tuning.verdict_cache import VERDICTS, program_key
 
 SOURCE = """
 from torch import nn
@@ -43,12 +44,12 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the program anew, as a later process would read it: ``program(heads=2, ending="")``."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def make(*, ending: str = "", batch: Any = None, settings: str = "a plan", **options: Any) -> Program | None:
+    def make(*, ending: str = "", batch: Any = None, settings: str = "a plan", **options: Any) -> Key | None:
         (tmp_path / "my_program.py").write_text(SOURCE.format(ending=ending))
         sys.modules.pop("my_program", None)
         importlib.invalidate_caches()
         model: nn.Module = importlib.import_module("my_program").Model(**options)
-        return Program.of(model, torch.ones(8, 4) if batch is None else batch, "a machine", settings)
+        return program_key(model, torch.ones(8, 4) if batch is None else batch, "a machine", settings)
 
     yield make
     sys.modules.pop("my_program", None)
@@ -147,13 +148,13 @@ def test_a_model_that_raises_when_it_is_looked_at_is_tried_every_time() -> None:
         def named_modules(self, *args: Any, **kwargs: Any) -> Any:
             raise KeyError("user's own")
 
-    assert Program.of(Raises(), torch.ones(2), "a machine", "") is None
+    assert program_key(Raises(), torch.ones(2), "a machine", "") is None
 
 
 def test_a_model_written_at_a_prompt_is_tried_every_time() -> None:
     """Nothing tells what its code was."""
     kind = type("Typed", (nn.Module,), {"__module__": "no_such_module"})
-    assert Program.of(kind(), torch.ones(2), "a machine", "") is None
+    assert program_key(kind(), torch.ones(2), "a machine", "") is None
 
 
 @pytest.mark.parametrize("kind", ["failed", "untried", "too_dear"])
@@ -166,31 +167,19 @@ def test_what_could_not_be_found_out_is_tried_again(program: Any, kind: VerdictK
 
 def test_what_is_older_than_a_week_is_tried_again(program: Any) -> None:
     verdict_cache.remember(program(), DECISIONS)
-    path = program().path
+    (path,) = VERDICTS.paths()
     content = json.loads(path.read_text())
     content["written"] = (datetime.now(timezone.utc) - timedelta(days=8)).isoformat()
     path.write_text(json.dumps(content))
     assert verdict_cache.recall(program()) is None
 
 
-NOW = datetime.now(timezone.utc).isoformat()
 OTHER_KIND = {"kind": "liked", "reason": "", "choices": {}, "measured": None}
-ILLEGIBLE = {"written": NOW, "decisions": {"loss": {"": OTHER_KIND}}, "tuning": None}
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"written": "yesterday", "decisions": {}}', json.dumps(ILLEGIBLE)]
+    "value", [[], {}, {"decisions": {}}, {"decisions": {"loss": {"": OTHER_KIND}}, "tuning": None}]
 )
-def test_a_damaged_file_is_as_none(program: Any, content: str) -> None:
-    path = program().path
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    assert verdict_cache.recall(program()) is None
-
-
-def test_the_cache_command_clears_them(program: Any) -> None:
-    from lightning_accel.tuning import tuning_cache
-
-    verdict_cache.remember(program(), DECISIONS)
-    assert tuning_cache.clear() == 1
+def test_a_damaged_file_is_as_none(program: Any, value: Any) -> None:
+    VERDICTS.put(program(), value)
     assert verdict_cache.recall(program()) is None

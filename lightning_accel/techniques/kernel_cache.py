@@ -6,17 +6,16 @@ look-up, and hands it to its compile workers with each task. Needs no torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_accel.core import cache
 from lightning_accel.core.processor import from_cpuinfo
+from lightning_accel.experiment.digest import digest
+from lightning_accel.experiment.store import kernel_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _TRITON = "TRITON_CACHE_DIR"  # torch sets it, at the first kernel, to a folder within the other
@@ -25,19 +24,9 @@ _runs = 0  # that have their kernels kept
 _before: dict[str, str | None] = {}  # the variables, while there are any
 
 
-def folder() -> Path:
-    """Where kernels are kept."""
-    return cache.folder().absolute() / "kernels"
-
-
-def clear() -> None:
-    """Removes all kernels; those in use stay in the memory of their processes."""
-    shutil.rmtree(folder(), ignore_errors=True)
-
-
 @contextmanager
 def kept() -> Iterator[str]:
-    """Has torch keep in :func:`folder` what this process compiles, unless the user has named a folder by the variable.
+    """Has torch keep what this process compiles in the cache folder, unless the user has named a folder.
 
     Yields:
         Why it stays in torch's own folder; empty where it does not, or is the user's to decide.
@@ -49,7 +38,7 @@ def kept() -> Iterator[str]:
             return
         # C++ is written and built for this very processor, of which torch's look-up knows nothing: kernels of other
         # vectors compute other numbers, or end the process. And a home folder may be that of many machines.
-        within = folder() / _processor()
+        within = kernel_folder() / _processor()
         try:
             within.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=within).close()
@@ -78,7 +67,7 @@ def _redirect(within: Path) -> None:
 
 def _restore() -> None:
     for name, value in _before.items():
-        if not Path(os.environ.get(name, "")).is_relative_to(folder()):
+        if not Path(os.environ.get(name, "")).is_relative_to(kernel_folder()):
             continue  # the user's by now
         if value is None:
             del os.environ[name]
@@ -95,4 +84,4 @@ def _is_torchs_own(value: str | None) -> bool:
 def _processor() -> str:
     able_to = from_cpuinfo("flags") or from_cpuinfo("Features") or platform.processor()
     told = os.environ.get("ATEN_CPU_CAPABILITY", "")  # by which the user has torch do without its widest vectors
-    return hashlib.sha256(f"{platform.machine()} {able_to} {told}".encode()).hexdigest()[:12]
+    return digest(platform.machine(), able_to, told)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_accel.core import cache, kernel_cache
-from lightning_accel.core.kernel_cache import VARIABLE
+from lightning_accel.experiment.store import kernel_folder
+from lightning_accel.techniques import kernel_cache
+from lightning_accel.techniques.kernel_cache import VARIABLE
 
 TORCHS_OWN = os.path.join(tempfile.gettempdir(), "torchinductor_somebody")
 TRITON = "TRITON_CACHE_DIR"
@@ -25,7 +26,7 @@ def _nobody_has_named_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_while_a_run_compiles_torch_looks_in_the_cache_folder() -> None:
     with kernel_cache.kept() as why_not:
         assert why_not == ""
-        assert Path(os.environ[VARIABLE]).parent == kernel_cache.folder()
+        assert Path(os.environ[VARIABLE]).parent == kernel_folder()
         assert Path(os.environ[VARIABLE]).is_dir()
     assert VARIABLE not in os.environ
 
@@ -35,8 +36,8 @@ def test_torch_itself_looks_there() -> None:
 
     before = cache_dir()
     with kernel_cache.kept():
-        assert Path(cache_dir()).parent == kernel_cache.folder()
-        assert Path(triton_cache_dir(0)).is_relative_to(kernel_cache.folder())
+        assert Path(cache_dir()).parent == kernel_folder()
+        assert Path(triton_cache_dir(0)).is_relative_to(kernel_folder())
     assert cache_dir() == before
 
 
@@ -46,7 +47,7 @@ def test_what_torch_has_set_itself_is_nobodys_choice(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(TRITON, f"{TORCHS_OWN}/triton/1")
     with kernel_cache.kept():
         within = Path(os.environ[VARIABLE])
-        assert within.parent == kernel_cache.folder()
+        assert within.parent == kernel_folder()
         assert Path(os.environ[TRITON]) == within / "triton" / "1"
     assert (os.environ[VARIABLE], os.environ[TRITON]) == (TORCHS_OWN, f"{TORCHS_OWN}/triton/1")
 
@@ -68,7 +69,7 @@ def test_tritons_folder_alone_can_be_the_users(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(TRITON, str(tmp_path))
     with kernel_cache.kept():
         assert os.environ[TRITON] == str(tmp_path)
-        assert Path(os.environ[VARIABLE]).parent == kernel_cache.folder()
+        assert Path(os.environ[VARIABLE]).parent == kernel_folder()
     assert os.environ[TRITON] == str(tmp_path)
 
 
@@ -83,7 +84,7 @@ def test_of_two_runs_at_a_time_the_last_puts_it_back() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert Path(os.environ[VARIABLE]).parent == kernel_cache.folder()
+    assert Path(os.environ[VARIABLE]).parent == kernel_folder()
     second.__exit__(None, None, None)
     assert VARIABLE not in os.environ
 
@@ -95,8 +96,8 @@ def test_an_error_puts_it_back_too() -> None:
 
 
 def test_where_it_cannot_be_written_torchs_own_stays_with_the_reason() -> None:
-    kernel_cache.folder().parent.mkdir()
-    kernel_cache.folder().touch()
+    kernel_folder().parent.mkdir()
+    kernel_folder().touch()
     with kernel_cache.kept() as why_not:
         assert VARIABLE not in os.environ
     assert "cannot be written to: Not a directory" in why_not
@@ -123,11 +124,3 @@ def test_a_torch_told_to_do_without_its_widest_vectors_shares_none_with_one_that
             with kernel_cache.kept():
                 found.add(os.environ[VARIABLE])
     assert len(found) == 2
-
-
-def test_all_of_it_is_counted_and_removed() -> None:
-    with kernel_cache.kept():
-        Path(os.environ[VARIABLE], "kernel.so").write_bytes(b"12345")
-    assert cache.size_bytes(kernel_cache.folder()) == 5
-    kernel_cache.clear()
-    assert cache.size_bytes(kernel_cache.folder()) == 0

@@ -1,0 +1,1 @@
+"""Experiments: every comparison of A against B, and what is kept of them."""

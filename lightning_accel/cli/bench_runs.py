@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.experiment.subprocess_runner import Subprocess
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.record import Record
 
 _LAST_LINES = 20
-_PATIENCE_S = 10.0  # for a program that was asked to end
 
 
 class RunError(ValueError):
@@ -49,12 +44,11 @@ class RevisionSide:
         from lightning_accel.evidence.record_reader import read_record
 
         folder.mkdir(parents=True)
-        output = folder / "output.txt"
-        status = _ended(self.command, self.folder, {**self.environment, RECORD_VARIABLE: str(folder)}, output)
-        if status:
-            with output.open(encoding="utf-8", errors="replace") as lines:
-                shown = "".join(f"  | {line.rstrip()}\n" for line in deque(lines, _LAST_LINES))
-            raise RunError(f"{self.letter} ({self.name}) ended with status {status}:\n{shown}{self._data_hint()}")
+        environment = {**self.environment, RECORD_VARIABLE: str(folder)}
+        with Subprocess(self.command, environment=environment, folder=self.folder) as program:
+            if status := program.wait():
+                shown = "".join(f"  | {line.rstrip()}\n" for line in program.last_lines(_LAST_LINES))
+                raise RunError(f"{self.letter} ({self.name}) ended with status {status}:\n{shown}{self._data_hint()}")
         if not list((folder / FOLDER).glob("*.jsonl")):
             raise RunError(
                 f"{self.letter} ({self.name}) left no record: its Trainer needs AccelPlugin() in its plugins or"
@@ -99,39 +93,6 @@ def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> Non
         print(f"{record.num_steps:,} steps{last}, {stopwatch.seconds():.1f} s", file=sys.stderr, flush=True)
         if counts:
             side.records.append(record)
-
-
-def _ended(command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path) -> int:
-    """Runs a program to its end and returns its status; where this is interrupted, ends it and all it has started."""
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a group of its own: ranks and workers end with it
-        )
-        try:
-            return process.wait()
-        except BaseException:
-            _end(process)
-            raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if sys.platform == "win32":
-        process.kill()
-        process.wait()
-        return
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # those of the group that are left
-    process.wait()
 
 
 def _say(text: str, end: str = "\n") -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,21 @@ from lightning_accel.deploy.exporting import export
 from lightning_accel.deploy.forms import FORMS
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.quantizing import Quantized, quantize, saved_bytes
+from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
+
+_PATIENCE_S = 600.0  # for a form to load, such as an engine that is built
 
 # A process of its own: in one that has freed memory before, what is loaded takes what lies there, and nothing grows.
 _GROWTH = """
 import sys, psutil, torch
 from pathlib import Path
+from lightning_accel.experiment.subprocess_runner import connect
 from lightning_accel.deploy.forms import FORMS
 held = lambda: psutil.Process().memory_info().rss
 form, path, device = sys.argv[1:]
 before = held()
 model = FORMS[form].load(Path(path), torch.device(device))
-print(held() - before)
+connect().send(held() - before)
 """
 
 
@@ -86,7 +89,7 @@ def _first_call_ms(call: Callable[..., Any], arguments: Arguments) -> float:
 
 def _growth(form: str, path: Path, device_type: str) -> int | None:
     """By how many bytes a process grows that loads a file; None where it fails."""
-    command = [sys.executable, "-c", _GROWTH, form, str(path), device_type]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    last = found.stdout.strip().split("\n")[-1]
-    return int(last) if found.returncode == 0 and last.isdigit() else None
+    with suppress(SubprocessError), Worker(_GROWTH, form, str(path), device_type, patience_s=_PATIENCE_S) as loader:
+        growth: int = loader.answer()
+        return growth if growth >= 0 else None
+    return None

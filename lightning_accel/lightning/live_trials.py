@@ -223,7 +223,7 @@ class LiveTuning:
         if self._trainer.is_global_zero:
             try:
                 entry = TUNINGS.get(key)
-                known = entry and entry.value
+                known = None if entry is None else entry.value
             except DamagedError as error:
                 complaint = f"{error}: what it remembers is not used. `lightning-accel cache --clear` removes it."
         known, complaint = self._trainer.strategy.broadcast((known, complaint))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning_accel.core.allocators import Allocator
 from lightning_accel.core.clocks import Deadline
+from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
 from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, WORTH_MEMORY
 from lightning_accel.tuning.pairs import PairTest
 
@@ -42,57 +39,22 @@ class _Told:
     peak_bytes: int
 
 
-class _HeapProcess:
+class _HeapProcess(Worker):
     """The stand-in under one allocator."""
 
     latest: _Told  # its latest answer
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, "-c", "from lightning_accel.search.toy_training import main; main()"],
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+    def __init__(self, environment: Mapping[str, str], deadline: Deadline) -> None:
+        program = "from lightning_accel.search.toy_training import main; main()"
+        super().__init__(program, environment=environment, patience_s=_PATIENCE_S)
+        self._deadline = deadline
 
-    def ask(self, turns: int) -> None:
-        """Has it take turns; :meth:`answer` waits for them.
-
-        Raises:
-            OSError: It has ended.
-        """
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(f"{turns}\n")
-        self._popen.stdin.flush()
-
-    def answer(self) -> _Told:
-        """What the turns took.
-
-        Raises:
-            OSError: It has ended.
-        """
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
-        if not line:
-            raise OSError(f"its process ended with status {self._popen.wait()}")
-        self.latest = _Told(**json.loads(line))
-        return self.latest
-
-    def turn(self) -> float:
-        self.ask(1)
-        return self.answer().seconds
-
-    def kill(self) -> None:
-        self._popen.kill()
-
-    def close(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            assert pipe is not None
-            pipe.close()
+    def turn(self, turns: int = 1) -> float:
+        """Has it take turns. Returns the seconds of one."""
+        if self._deadline.is_over():
+            raise SubprocessError("the time was over before enough was measured")
+        self.latest = _Told(**self.ask(turns))
+        return self.latest.seconds
 
 
 def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
@@ -106,24 +68,15 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
         OSError: The stand-in does not run, or not in time.
     """
     plain = Allocator("", {})
-    running: dict[str, _HeapProcess] = {}
-
-    def give_up() -> None:
-        for one in running.values():
-            one.kill()
-
-    deadline = threading.Timer(_PATIENCE_S + 2 * seconds, give_up)
-    deadline.start()
-    try:
-        for heap in (plain, *heaps):
-            running[heap.name] = _HeapProcess(heap.environment)
-            running[heap.name].ask(_WARM_UP_TURNS)
+    deadline = Deadline(_PATIENCE_S + 2 * seconds)
+    with ExitStack() as ends:
+        running = {heap.name: ends.enter_context(_HeapProcess(heap.environment, deadline)) for heap in (plain, *heaps)}
         table, best, is_sure = [], plain, True
-        running[""].answer()
+        running[""].turn(_WARM_UP_TURNS)
         for heap in heaps:
             beside = best.name or "as it is"
             try:
-                running[heap.name].answer()
+                running[heap.name].turn(_WARM_UP_TURNS)
                 test = _compared(running[best.name], running[heap.name], heap.name, seconds / len(heaps))
             except OSError as error:
                 table.append(f"{heap.name}: {error}")
@@ -136,10 +89,6 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
             best = heap if test.outcome() == "faster" else best
             is_sure = is_sure and bool(test.outcome())
         return HeapResult(best.name, best.environment, tuple(table), is_sure)
-    finally:
-        deadline.cancel()
-        for one in running.values():
-            one.close()
 
 
 def _compared(original: _HeapProcess, candidate: _HeapProcess, name: str, seconds: float) -> PairTest:

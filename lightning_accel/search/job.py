@@ -90,6 +90,11 @@ class TuneJob:
             has_plugin=isinstance(plugin, AccelPlugin),
         )
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether a process that has read it can be forked: it has not touched a device, as one in use would have."""
+        return sys.platform == "linux" and self.options.get("accelerator") == "cpu"
+
     # -- what can be set -----------------------------------------------------------------------------------------
 
     @property

@@ -51,7 +51,7 @@ class Facts:
         """Of a run that has just begun: it goes on for a few turns.
 
         Raises:
-            lightning_accel.search.runs.TrialRunError: It has ended.
+            lightning_accel.experiment.subprocess_runner.SubprocessError: It has ended.
         """
         first = run.block(_FIRST_TURNS)
         turns = _turns_in(_BLOCK_S, first.seconds / _FIRST_TURNS)
@@ -125,7 +125,7 @@ class SetupSide:
         """For a sample, by a block of turns.
 
         Raises:
-            lightning_accel.search.runs.TrialRunError: The run has ended.
+            lightning_accel.experiment.subprocess_runner.SubprocessError: The run has ended.
         """
         if self.settle:
             self.run.block(self.settle)
@@ -137,7 +137,7 @@ def judged(name: str, original: SetupSide, candidate: SetupSide, test: PairTest,
     """Pairs of blocks, in an order that a coin decides, until ``test`` tells, or ``seconds`` are over.
 
     Raises:
-        lightning_accel.search.runs.TrialRunError: One of the runs has ended.
+        lightning_accel.experiment.subprocess_runner.SubprocessError: One of the runs has ended.
     """
     pair_s = sum(side.facts.block_s(side.settle) for side in (original, candidate))
     max_pairs = min(MAX_PAIRS, max(MIN_PAIRS, int(seconds / pair_s)))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.host import Host
 from lightning_accel.data.worker_schedule import LEAST_WAIT
+from lightning_accel.experiment.subprocess_runner import SubprocessError
 from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.knobs import Knob, knobs
 from lightning_accel.search.progress import SearchProgress
-from lightning_accel.search.runs import TrialRunError
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
@@ -106,7 +106,7 @@ class Search:
             outcome.is_whole = False
             outcome.notes.append("Interrupted: this is the best so far; a second search goes on from here.")
             outcome.whole = self._answers.result(_PLAIN, outcome.best)
-        except TrialRunError as error:  # of what has run before
+        except SubprocessError as error:  # of what has run before
             outcome.is_whole = False
             outcome.notes.append(f"The search ended early: {outcome.best} could not be run again: {error}")
             outcome.best = self._start
@@ -123,7 +123,7 @@ class Search:
             plain = self._bench.look_anew(_PLAIN)
             if not self._is_limit_given:
                 self._bench.limit = max(self._bench.limit, plain.needed_bytes)
-        except TrialRunError as error:
+        except SubprocessError as error:
             if not error.is_memory:
                 raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
             plain = None
@@ -166,7 +166,7 @@ class Search:
             self._watcher.trying(f"{tried}, to fit into the limit")
             try:
                 facts = self._bench.facts(tried)
-            except TrialRunError:  # a model without repeated blocks, say
+            except SubprocessError:  # a model without repeated blocks, say
                 continue
             setup = self._start = tried
             yield tried, facts

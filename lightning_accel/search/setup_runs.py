@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from lightning_accel.core.host import Host
+from lightning_accel.experiment.subprocess_runner import SubprocessError
 from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import (
     MIN_PAIRS,
@@ -16,7 +17,7 @@ from lightning_accel.search.judging import (
     worth_of_memory,
     worth_of_start,
 )
-from lightning_accel.search.runs import TrialRun, TrialRunError, WorkerProcesses
+from lightning_accel.search.runs import TrialRun, WorkerProcesses
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
@@ -58,7 +59,7 @@ class SetupRuns:
         """What is known of ``setup``, which is run where nothing is; ``beside``: whose run is kept for later.
 
         Raises:
-            TrialRunError: It does not train.
+            SubprocessError: It does not train.
         """
         if setup.key not in self._answers.facts:
             self._keep(setup, beside or setup)
@@ -69,7 +70,7 @@ class SetupRuns:
         """What is known of ``setup``, by a run of today; what was known of a run that was another is forgotten.
 
         Raises:
-            TrialRunError: It does not train.
+            SubprocessError: It does not train.
         """
         before, now = self._answers.facts.get(setup.key), self._measured(setup)
         if before is not None and not now.is_like(before):
@@ -81,7 +82,7 @@ class SetupRuns:
     def _measured(self, setup: TrialSetup) -> Facts:
         try:
             return Facts.of(self._run(setup))
-        except TrialRunError as error:
+        except SubprocessError as error:
             if not error.is_memory or not self._alive.keys() - {setup.key}:
                 raise
             self._keep()  # it may fit by itself
@@ -91,7 +92,7 @@ class SetupRuns:
         """How many times as fast the candidate is, and whether it is better, in about ``seconds``.
 
         Raises:
-            TrialRunError: The original does not run any more.
+            SubprocessError: The original does not run any more.
         """
         result = self._compared(name, original, candidate, seconds)
         if result.turns:  # what could not run may another time
@@ -114,7 +115,7 @@ class SetupRuns:
         side = self._side(original, before)
         try:
             result = judged(name, side, self._side(candidate, after), test, seconds)
-        except TrialRunError as error:
+        except SubprocessError as error:
             self.notes.append(f"{name}: {error}" + (" (beside another run)" if error.is_memory else ""))
             return Result(name, _verdict_of(error), test.interval(), 0)
         return result if self._fits(name, candidate, after) else replace(result, verdict="needs more memory")
@@ -152,7 +153,7 @@ class SetupRuns:
             return "needs more memory"
         try:
             after = self.facts(candidate, beside=original)
-        except TrialRunError as error:
+        except SubprocessError as error:
             self.notes.append(f"{name}: {error}")
             return _verdict_of(error)
         samples = after.samples / self.accumulate(candidate)
@@ -191,5 +192,5 @@ class SetupRuns:
             self._alive.pop(key).close()
 
 
-def _verdict_of(error: TrialRunError) -> Verdict:
+def _verdict_of(error: SubprocessError) -> Verdict:
     return "out of memory" if error.is_memory else "raised an error"

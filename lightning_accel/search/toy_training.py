@@ -1,12 +1,10 @@
 """A training like many, by which allocators are compared: a process that takes turns when it is told to.
 
-It is told a number of turns, a line each, and answers with what they took, as JSON.
+It is sent a number of turns, and answers with what they took.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 
 import torch
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.heap import page_faults
 from lightning_accel.core.peak_memory import PeakMemory
+from lightning_accel.experiment.subprocess_runner import connect
 
 _TOKENS, _WIDTH, _VOCABULARY = (2, 256), 128, 256
 _MLP_STEPS = 4  # a turn, beside one of the transformer
@@ -48,21 +47,18 @@ def _step(net: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]
 
 
 def main() -> None:
-    """Takes as many turns as each line of the standard input says, until it ends."""
+    """Takes as many turns as each message says, until the process is ended."""
     torch.manual_seed(0)
     transformer, mlp = _transformer(), _mlp()
     peak = PeakMemory(torch.device("cpu"))
-    for line in sys.stdin:
+    connection = connect()
+    while True:
+        turns = connection.recv()
         faults, stopwatch = page_faults(), Stopwatch()
-        turns = int(line)
         for _ in range(turns):
             transformer()
             for _ in range(_MLP_STEPS):
                 mlp()
         seconds = stopwatch.seconds() / turns
-        told = {
-            "seconds": seconds,
-            "faults": (page_faults() - faults) // turns,
-            "peak_bytes": peak.peak_bytes(),
-        }
-        print(json.dumps(told), flush=True)
+        faults = (page_faults() - faults) // turns
+        connection.send({"seconds": seconds, "faults": faults, "peak_bytes": peak.peak_bytes()})

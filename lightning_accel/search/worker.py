@@ -6,13 +6,12 @@ is then a fork of this process, which has everything imported; elsewhere the pro
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import traceback
 import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_accel.core.device import synchronize
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.step_timeline import StepTally, StepTimeline
+from lightning_accel.experiment.subprocess_runner import connect, serve_forks
 from lightning_accel.lightning.packages import (
     Callback,
     DummyLogger,
@@ -38,7 +38,6 @@ from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import TuneJob, read
 from lightning_accel.search.setup import TrialSetup
 
-AUTHKEY = "LIGHTNING_ACCEL_SEARCH_KEY"
 WARM_UP = 6  # turns: the trials of the parts, first allocations, a compiler
 _MANY_EPOCHS, _MANY_STEPS = 100_000, 10_000_000
 _NO_STEP = 2  # epochs without a batch
@@ -197,32 +196,18 @@ def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path)
 
 
 def main() -> None:
-    """Reads a job, and makes a run of it for every setup that comes; says how a run's process ended when asked.
-
-    The process is given the job's file, and the port at which it is waited for.
-    """
-    path, port = sys.argv[1:]
-    key = bytes.fromhex(os.environ[AUTHKEY])
-    address = ("127.0.0.1", int(port))
-    connection = Client(address, authkey=key)
+    """Reads the job whose file it is given, and makes a run of it; where it can fork, for every setup that comes."""
+    path = Path(sys.argv[1])
     torch.set_num_threads(1)  # a fork has none of its parent's threads, and would wait for them
-    job = read(Path(path))
-    while True:
-        try:
-            question = connection.recv()
-        except EOFError:
-            return
-        if isinstance(question, int):
-            connection.send(os.waitstatus_to_exitcode(os.waitpid(question, 0)[1]))
-            continue
-        setup, can_fork = question
-        if can_fork and (pid := os.fork()):
-            connection.send(pid)
-            continue
-        connection.close()
+    job = read(path)
+
+    def run(setup: TrialSetup, connection: Connection) -> None:
         torch.set_num_threads(job.threads)
         torch.set_float32_matmul_precision(job.matmul_precision)
-        with Client(address, authkey=key) as run:
-            train(job, setup, run, Path(path).parent)
-        sys.stdout.flush()
-        os._exit(0)  # a fork must not run what its parent has registered for its own end
+        train(job, setup, connection, path.parent)
+
+    if job.can_fork:
+        serve_forks(run)
+    else:
+        with connect() as connection:
+            run(connection.recv(), connection)

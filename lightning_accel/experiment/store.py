@@ -77,7 +77,7 @@ class Store(Generic[Value]):
             DamagedError: Its file cannot be used.
         """
         path = self._path(key)
-        if not path.is_file():
+        if not os.path.isfile(path):  # or its folder cannot be looked into
             return None
         entry = self._read(path)
         if entry.key != key:

@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.core.host import Host
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 from lightning_accel.experiment.subprocess_runner import SubprocessError
-from lightning_accel.search.job import TuneJob
-from lightning_accel.search.judging import Facts, Objective
+from lightning_accel.search.judging import Facts
 from lightning_accel.search.knobs import Knob, knobs
 from lightning_accel.search.progress import SearchProgress
-from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 
 _RESERVE = 0.2  # of the time, for the last comparison
-_PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for a run to begin, and for a block of its turns
 _SHARE = 0.3  # of what is left, that one question may take
 _PLAIN = TrialSetup()
 
@@ -42,46 +38,19 @@ class _OutOfTimeError(Exception):
 
 
 class Search:
-    """One search.
-
-    ``limit`` is the most memory that a run may hold, in bytes; None: what the machine has ``available``, or what the
-    run holds as it is. With ``keeps_effective_batch`` the samples of an optimizer step stay as many as they are.
-    """
+    """One search of so many seconds; with ``keeps_effective_batch`` an optimizer step sees as many samples as now."""
 
     def __init__(
-        self,
-        job: TuneJob,
-        host: Host,
-        *,
-        seconds: float,
-        objective: Objective,
-        limit: int | None,
-        available: int,
-        keeps_effective_batch: bool,
-        answers: Answers,
-        watcher: SearchProgress,
+        self, bench: SetupRuns, *, seconds: float, keeps_effective_batch: bool, watcher: SearchProgress
     ) -> None:
-        self._job, self._host, self._objective = job, host, objective
-        self._is_limit_given = limit is not None
+        self._bench, self._job, self._watcher = bench, bench.job, watcher
         self._keeps_effective_batch = keeps_effective_batch
-        self._answers, self._watcher = answers, watcher
         self._seconds, self._deadline = seconds, Deadline(seconds)
         self._adopted: list[tuple[str, TrialSetup]] = []
         self._start = _PLAIN  # what is best before anything is asked: plain, or what fits into the limit
-        self._bench = SetupRuns(
-            job,
-            host,
-            objective,
-            limit=available if limit is None else limit,
-            available=available,
-            answers=answers,
-            patience_s=min(_PATIENCE_S, max(_LEAST_PATIENCE_S, seconds)),
-        )
         # The bench has something to say, too.
-        self.outcome = SearchOutcome(facts=answers.facts, notes=self._bench.notes)
-        if answers.complaint:
-            self.outcome.notes.append(answers.complaint)
-        if not job.has_plugin:
+        self.outcome = SearchOutcome(facts=bench.answers.facts, notes=bench.notes)
+        if not self._job.has_plugin:
             self.outcome.notes.append("The Trainer has no AccelPlugin: it is compared as it is with one.")
 
     def run(self) -> SearchOutcome:
@@ -105,7 +74,7 @@ class Search:
         except KeyboardInterrupt:
             outcome.is_whole = False
             outcome.notes.append("Interrupted: this is the best so far; a second search goes on from here.")
-            outcome.whole = self._answers.result(_PLAIN, outcome.best)
+            outcome.whole = self._bench.answers.result(_PLAIN, outcome.best)
         except SubprocessError as error:  # of what has run before
             outcome.is_whole = False
             outcome.notes.append(f"The search ended early: {outcome.best} could not be run again: {error}")
@@ -121,7 +90,7 @@ class Search:
         self._watcher.trying("the run as it is")
         try:
             plain = self._bench.look_anew(_PLAIN)
-            if not self._is_limit_given:
+            if not self._bench.is_limit_given:
                 self._bench.limit = max(self._bench.limit, plain.needed_bytes)
         except SubprocessError as error:
             if not error.is_memory:
@@ -174,10 +143,11 @@ class Search:
                 return
 
     def _ask_all(self) -> None:
-        left = knobs(self._job, self._host, self._objective, keeps_effective_batch=self._keeps_effective_batch)
+        bench = self._bench
+        left = knobs(self._job, bench.host, bench.objective, keeps_effective_batch=self._keeps_effective_batch)
         self._note_what_cannot_be_set()
         while left:
-            facts = self._bench.facts(self.outcome.best)
+            facts = bench.facts(self.outcome.best)
             left.sort(key=lambda knob: knob.bound(facts))
             self._ask(left.pop(), facts)
 
@@ -225,7 +195,7 @@ class Search:
             outcome.best = _PLAIN
 
     def _compare(self, name: str, original: TrialSetup, candidate: TrialSetup, *, is_last: bool = False) -> Result:
-        result = self._answers.result(original, candidate)
+        result = self._bench.answers.result(original, candidate)
         if result is None:
             self._watcher.trying(name)
             if not is_last and self._left() < self._bench.least_s(self._bench.facts(original)):

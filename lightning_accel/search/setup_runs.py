@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from lightning_accel.core.host import Host
-from lightning_accel.experiment.subprocess_runner import SubprocessError
+from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
 from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import (
     MIN_PAIRS,
@@ -17,7 +19,7 @@ from lightning_accel.search.judging import (
     worth_of_memory,
     worth_of_start,
 )
-from lightning_accel.search.runs import TrialRun, WorkerProcesses
+from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
@@ -25,14 +27,23 @@ from lightning_accel.tuning.pairs import PairTest, RatioInterval
 from lightning_accel.tuning.trial_scheduler import ALPHA
 
 NOTHING_TOLD = RatioInterval(1.0, 0.0, math.inf)
+_PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for a run to begin, and for a block of its turns
+# Not as a program of its own: what it sends would be of classes of another name.
+_PROGRAM = "from lightning_accel.search.worker import main; main()"
 _QUESTIONS = 10  # between which the error is divided: about as many as are asked
 
 
 class SetupRuns:
-    """Runs of one job, and how they compare.
+    """Runs of one job, each in a process of its own, and how they compare.
 
-    ``limit`` is the most memory that one may hold, ``available`` what the machine has for two, both in bytes; what
-    ``answers`` knows already is not asked again. Each may take ``patience_s`` to begin, or for a block of turns.
+    Args:
+        job: What is trained.
+        host: The machine.
+        objective: What a setup has to be better by.
+        limit: The bytes that a run may hold; None if that is ``available``, or what the run as it is holds.
+        available: The bytes that the machine has for two runs.
+        answers: What is known already, and is not asked again.
+        seconds: How long the search may take.
 
     Raises:
         ValueError: The job cannot be copied.
@@ -44,16 +55,22 @@ class SetupRuns:
         host: Host,
         objective: Objective,
         *,
-        limit: int,
+        limit: int | None,
         available: int,
         answers: Answers,
-        patience_s: float,
+        seconds: float,
     ) -> None:
-        self.limit, self._available = limit, available  # the run as it is may need more than the limit that is given
-        self.notes: list[str] = []  # why something could not be compared
-        self._job, self._host, self._objective, self._answers = job, host, objective, answers
+        self.job, self.host, self.objective, self.answers = job, host, objective, answers
+        self.is_limit_given, self._available = limit is not None, available
+        self.limit = available if limit is None else limit
+        self.notes = [answers.complaint] if answers.complaint else []  # what there is to say
+        self._patience_s = min(_PATIENCE_S, max(_LEAST_PATIENCE_S, seconds))
         self._alive: dict[str, TrialRun] = {}
-        self._workers = WorkerProcesses(job, patience_s)
+        self._forked: dict[str, Worker] = {}  # processes that have read the job, by their environments
+        self._all: list[Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning-accel-")
+        self._path = Path(self._folder.name) / "job"
+        job.write(self._path)
 
     def facts(self, setup: TrialSetup, beside: TrialSetup | None = None) -> Facts:
         """What is known of ``setup``, which is run where nothing is; ``beside``: whose run is kept for later.
@@ -61,10 +78,10 @@ class SetupRuns:
         Raises:
             SubprocessError: It does not train.
         """
-        if setup.key not in self._answers.facts:
+        if setup.key not in self.answers.facts:
             self._keep(setup, beside or setup)
-            self._answers.facts[setup.key] = self._measured(setup)
-        return self._answers.facts[setup.key]
+            self.answers.facts[setup.key] = self._measured(setup)
+        return self.answers.facts[setup.key]
 
     def look_anew(self, setup: TrialSetup) -> Facts:
         """What is known of ``setup``, by a run of today; what was known of a run that was another is forgotten.
@@ -72,21 +89,21 @@ class SetupRuns:
         Raises:
             SubprocessError: It does not train.
         """
-        before, now = self._answers.facts.get(setup.key), self._measured(setup)
+        before, now = self.answers.facts.get(setup.key), self._measured(setup)
         if before is not None and not now.is_like(before):
-            self._answers.forget()
+            self.answers.forget()
             self.notes.append("What an earlier search has found out is not used: the run has become another one.")
-        self._answers.facts[setup.key] = now
+        self.answers.facts[setup.key] = now
         return now
 
     def _measured(self, setup: TrialSetup) -> Facts:
         try:
-            return Facts.of(self._run(setup))
+            return Facts.of(self.run(setup))
         except SubprocessError as error:
             if not error.is_memory or not self._alive.keys() - {setup.key}:
                 raise
             self._keep()  # it may fit by itself
-            return Facts.of(self._run(setup))
+            return Facts.of(self.run(setup))
 
     def compare(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
         """How many times as fast the candidate is, and whether it is better, in about ``seconds``.
@@ -96,7 +113,7 @@ class SetupRuns:
         """
         result = self._compared(name, original, candidate, seconds)
         if result.turns:  # what could not run may another time
-            self._answers.add(original, candidate, result)
+            self.answers.add(original, candidate, result)
         return result
 
     def _compared(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
@@ -104,7 +121,7 @@ class SetupRuns:
         after = self._can_run(name, before, original, candidate)
         if not isinstance(after, Facts):
             return Result(name, after, NOTHING_TOLD, 0)
-        worth = worth_of_memory(before, after, self._objective)
+        worth = worth_of_memory(before, after, self.objective)
         if candidate.plan.get("compile") != original.plan.get("compile"):
             worth += worth_of_start(before, after, self._samples(before))
         if math.isinf(worth):
@@ -122,18 +139,18 @@ class SetupRuns:
 
     def _fits(self, name: str, setup: TrialSetup, facts: Facts) -> bool:
         """Whether it still does, after all the batches that it has trained on meanwhile."""
-        most = self._run(setup).most_bytes
+        most = self.run(setup).most_bytes
         if most > (1 + MEMORY_RISE) * facts.needed_bytes:
             self.notes.append(
                 f"{name}: its batches differ in what they need, {most >> 20} MiB after {facts.needed_bytes >> 20} MiB:"
                 " one that was not seen may need more. A lower memory_limit leaves it room."
             )
-        self._answers.facts[setup.key] = replace(facts, most_bytes=max(most, facts.most_bytes))
+        self.answers.facts[setup.key] = replace(facts, most_bytes=max(most, facts.most_bytes))
         return most <= self.limit
 
     def _side(self, setup: TrialSetup, facts: Facts) -> SetupSide:
-        loader = {**self._job.loader_settings, **setup.loader}
-        return SetupSide(self._run(setup), facts, facts.settling_turns(loader, self.accumulate(setup)))
+        loader = {**self.job.loader_settings, **setup.loader}
+        return SetupSide(self.run(setup), facts, facts.settling_turns(loader, self.accumulate(setup)))
 
     def least_s(self, facts: Facts) -> float:
         """What a comparison takes that can prove something."""
@@ -141,14 +158,17 @@ class SetupRuns:
 
     def accumulate(self, setup: TrialSetup) -> int:
         """Batches to an optimizer step."""
-        return setup.accumulate or self._job.accumulate
+        return setup.accumulate or self.job.accumulate
 
     def close(self) -> None:
-        self._workers.close()
+        """Ends all processes, at whichever moment."""
+        for worker in self._all:
+            worker.end()
+        self._folder.cleanup()
 
     def _can_run(self, name: str, before: Facts, original: TrialSetup, candidate: TrialSetup) -> Facts | Verdict:
         """What is known of the candidate, or why it cannot be compared."""
-        if candidate.key not in self._answers.facts and self._would_take_all_memory(before, original, candidate):
+        if candidate.key not in self.answers.facts and self._would_take_all_memory(before, original, candidate):
             self.notes.append(f"{name}: not tried: by what {original} needs, there is not enough memory for it.")
             return "needs more memory"
         try:
@@ -167,8 +187,8 @@ class SetupRuns:
 
     def _would_take_all_memory(self, before: Facts, original: TrialSetup, candidate: TrialSetup) -> bool:
         """On a CPU, who takes all memory takes it from everybody: that is not tried."""
-        now = original.batch_size or self._job.batch_size
-        if self._host.kind != "cpu" or candidate.batch_size is None or now is None:
+        now = original.batch_size or self.job.batch_size
+        if self.host.kind != "cpu" or candidate.batch_size is None or now is None:
             return False
         activations = before.peak_bytes - before.base_bytes
         predicted = before.base_bytes + candidate.batch_size / now * activations
@@ -176,15 +196,32 @@ class SetupRuns:
 
     def _samples(self, facts: Facts) -> float:
         """That the user's whole run will train on; infinite where it does not end by itself."""
-        job = self._job
+        job = self.job
         by_steps = math.inf if job.max_steps < 0 else job.max_steps * facts.samples
         by_epochs = math.inf if job.max_epochs < 0 else job.max_epochs * facts.batches * facts.samples / job.accumulate
         return min(by_steps, by_epochs)
 
-    def _run(self, setup: TrialSetup) -> TrialRun:
+    def run(self, setup: TrialSetup) -> TrialRun:
+        """The run of a setup, warm, and waiting for turns.
+
+        Raises:
+            SubprocessError: It does not train.
+        """
         if setup.key not in self._alive or self._alive[setup.key].is_over:
-            self._alive[setup.key] = self._workers.start(setup)
+            self._alive[setup.key] = TrialRun(self._worker(setup))
         return self._alive[setup.key]
+
+    def _worker(self, setup: TrialSetup) -> Worker:
+        name = repr(sorted(setup.environment.items()))
+        if (worker := self._forked.get(name)) is None:
+            worker = Worker(_PROGRAM, str(self._path), environment=setup.environment, patience_s=self._patience_s)
+            self._all.append(worker)
+        if not self.job.can_fork:
+            worker.send(setup)
+            return worker
+        self._forked[name] = worker
+        self._all.insert(0, fork := worker.fork(setup))  # which ends before the process that knows of its end
+        return fork
 
     def _keep(self, *setups: TrialSetup) -> None:
         wanted = {setup.key for setup in setups}

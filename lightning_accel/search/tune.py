@@ -27,6 +27,7 @@ from lightning_accel.search.progress import SearchProgress, better
 from lightning_accel.search.search import Search, SearchOutcome
 from lightning_accel.search.search_cache import answers_for
 from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.setup_runs import SetupRuns
 
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)\s*")
 _UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
@@ -129,17 +130,10 @@ def tune(
     device = trainer.strategy.root_device
     host = Host.detect(device)
     with SearchProgress(seconds) as progress:
-        outcome = Search(
-            job,
-            host,
-            seconds=seconds,
-            objective=objective,
-            limit=limit,
-            available=_available(device),
-            keeps_effective_batch=keep_effective_batch,
-            answers=answers_for(job, host.described, objective, limit, seconds),
-            watcher=progress,
-        ).run()
+        answers, available = answers_for(job, host.described, objective, limit, seconds), _available(device)
+        bench = SetupRuns(job, host, objective, limit=limit, available=available, answers=answers, seconds=seconds)
+        search = Search(bench, seconds=seconds, keeps_effective_batch=keep_effective_batch, watcher=progress)
+        outcome = search.run()
     return _result(outcome, job, _places(job) if places is None else places)
 
 

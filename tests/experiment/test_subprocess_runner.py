@@ -89,9 +89,9 @@ def test_a_worker_answers_until_it_is_ended() -> None:
 
 
 def test_a_worker_that_ends_early_says_why() -> None:
-    with Worker("raise RuntimeError('no such device')", patience_s=60) as worker:
-        with pytest.raises(SubprocessError, match="ended at once: RuntimeError: no such device"):
-            worker.ask(1)
+    said = pytest.raises(SubprocessError, match="ended at once: RuntimeError: no such device")
+    with Worker("raise RuntimeError('no such device')", patience_s=60) as worker, said:
+        worker.ask(1)
     with Worker(ADDS, patience_s=60) as worker, pytest.raises(SubprocessError, match="ended with status 1"):
         worker.ask("no numbers")
 
@@ -104,9 +104,9 @@ def test_a_worker_that_does_not_answer_is_ended() -> None:
 
 
 def test_a_worker_that_never_connects_is_given_up() -> None:
-    with Worker("import time; time.sleep(60)", patience_s=0.5) as worker:
-        with pytest.raises(SubprocessError, match="did not begin within 0 s: it said nothing"):
-            worker.ask(1)
+    said = pytest.raises(SubprocessError, match="did not begin within 0 s: it said nothing")
+    with Worker("import time; time.sleep(60)", patience_s=0.5) as worker, said:
+        worker.ask(1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there are workers forked")

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from lightning_accel.core.host import Host
 from lightning_accel.search import tune
 from lightning_accel.search.job import TuneJob
-from lightning_accel.search.runs import WorkerProcesses
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
@@ -62,7 +61,7 @@ class Wide(Sleeper):
 def bench_of(model: Any, *, batch_size: int = 4) -> SetupRuns:
     job = TuneJob.of(model, DataLoader(samples(64), batch_size), trainer())
     answers = Answers({"search": "one"})
-    return SetupRuns(job, CPU, "speed", limit=1 << 40, available=1 << 40, answers=answers, patience_s=60)
+    return SetupRuns(job, CPU, "speed", limit=1 << 40, available=1 << 40, answers=answers, seconds=60)
 
 
 def needed(model: Any) -> int:
@@ -108,13 +107,13 @@ def test_the_run_after_the_search_fits() -> None:
     data = DataLoader(samples(64), 8)
     outcome = searched(model, data, limit=limit, seconds=120.0)
     assert outcome.best.batch_size == 16
-    workers = WorkerProcesses(TuneJob.of(model, data, trainer()), 60)
+    plain = bench_of(model, batch_size=8)
     try:
-        run = workers.start(outcome.best)
+        run = plain.run(outcome.best)
         run.block(40)
         assert run.most_bytes <= limit
     finally:
-        workers.close()
+        plain.close()
 
 
 def test_of_a_gpu_what_others_hold_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_a_limit_below_everything_names_the_least() -> None:
 
 @pytest.mark.slow
 def test_a_slow_loader_gets_workers() -> None:
-    outcome = searched(Sleeper(), DataLoader(Slow(), batch_size=4), seconds=120.0, keeps_effective_batch=True)
+    outcome = searched(Sleeper(), DataLoader(Slow(), batch_size=4), seconds=120.0, keeps=True)
     assert outcome.best.loader["num_workers"] >= 1
     assert outcome.whole is not None
     assert outcome.whole.is_won

@@ -16,6 +16,7 @@ from lightning_accel.search.job import TuneJob
 from lightning_accel.search.search import Search, SearchOutcome
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 
 STEP_S = 0.05
@@ -117,17 +118,14 @@ class Quiet:
 
 
 def searched(
-    model: Any, data: Any, watcher: Quiet | None = None, seconds: float = 60.0, **options: Any
+    model: Any,
+    data: Any,
+    watcher: Quiet | None = None,
+    seconds: float = 60.0,
+    limit: int | None = None,
+    keeps: bool = False,
 ) -> SearchOutcome:
     job = TuneJob.of(model, data, trainer())
-    given: dict[str, Any] = {"objective": "speed", "limit": None, "available": 1 << 40, "keeps_effective_batch": False}
-    host = Host(kind="cpu", device_name="a CPU")
-    search = Search(
-        job,
-        host,
-        seconds=seconds,
-        **{**given, **options},
-        answers=Answers({"search": "one"}),
-        watcher=watcher or Quiet(),
-    )
-    return search.run()
+    host, answers = Host(kind="cpu", device_name="a CPU"), Answers({"search": "one"})
+    bench = SetupRuns(job, host, "speed", limit=limit, available=1 << 40, answers=answers, seconds=seconds)
+    return Search(bench, seconds=seconds, keeps_effective_batch=keeps, watcher=watcher or Quiet()).run()

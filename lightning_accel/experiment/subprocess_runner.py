@@ -149,11 +149,7 @@ class Worker(Subprocess):
         return self._accepted()
 
     def ask(self, message: Any) -> Any:
-        """Sends a message and returns the answer.
-
-        Raises:
-            SubprocessError: It has ended, or says nothing for a long time.
-        """
+        """Sends a message and returns the answer; raises as :meth:`answer` does."""
         self.send(message)
         return self.answer()
 
@@ -173,9 +169,9 @@ class Worker(Subprocess):
                 return self.connection.recv()
         except (EOFError, ConnectionError):
             status = self.wait()
-            # What the system does to a process that has taken all memory.
+            # The system kills a process that has taken all memory.
             raise SubprocessError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
-        self.end(0)
+        self.end()
         raise SubprocessError(f"it did not answer within {self._patience_s:.0f} s")
 
     @override
@@ -196,11 +192,10 @@ class Worker(Subprocess):
                 answer_challenge(connection, self._authkey)
                 return connection
             if self._popen.poll() is not None:
-                raise SubprocessError(f"its process ended at once: {self._last_words()}")
-        raise SubprocessError(f"its process did not begin within {self._patience_s:.0f} s: {self._last_words()}")
-
-    def _last_words(self) -> str:
-        return "".join(self.last_lines(1)) or "it said nothing"
+                break
+        ended = self._popen.returncode is not None
+        how = "ended at once" if ended else f"did not begin within {self._patience_s:.0f} s"
+        raise SubprocessError(f"its process {how}: {''.join(self.last_lines(1)) or 'it said nothing'}")
 
 
 def connect() -> Connection:

@@ -37,9 +37,6 @@ class SetupRuns:
     """Runs of one job, each in a process of its own, and how they compare.
 
     Args:
-        job: What is trained.
-        host: The machine.
-        objective: What a setup has to be better by.
         limit: The bytes that a run may hold; None if that is ``available``, or what the run as it is holds.
         available: The bytes that the machine has for two runs.
         answers: What is known already, and is not asked again.

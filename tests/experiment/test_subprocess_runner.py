@@ -47,7 +47,15 @@ def python(program: str) -> list[str]:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    """Whether a process ends within a while: the system takes a moment to end what was killed."""
+    try:
+        for _ in range(1000):
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+            time.sleep(0.01)
+    except psutil.NoSuchProcess:
+        return True
+    return False
 
 
 def child_of(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""How long calls take, of several forms that take turns: A B C C B A."""
+"""How long calls take, of several forms that take turns, in an order by a coin."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.core.time_calls import time_calls
 from lightning_accel.deploy.inputs import Arguments
-from lightning_accel.tuning.pairs import PairTest, RatioInterval
+from lightning_accel.experiment.pair_test import PairTest, RatioInterval
+from lightning_accel.experiment.time_calls import time_calls
 
 Call = Callable[..., Any]
 

@@ -33,7 +33,7 @@ from lightning_accel.evidence.compare import (
 )
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import know_samples, late, per_second
-from lightning_accel.tuning.pairs import RatioInterval
+from lightning_accel.experiment.pair_test import RatioInterval
 
 FEWEST_RUNS = 4
 """Of each: of fewer, no interval is told."""

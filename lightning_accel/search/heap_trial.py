@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -14,8 +12,9 @@ from dataclasses import dataclass
 
 from lightning_accel.core.allocators import Allocator
 from lightning_accel.core.clocks import Deadline
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import PairTest
 from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, WORTH_MEMORY
-from lightning_accel.tuning.pairs import PairTest
 
 ALPHA = 0.01
 """Of 100 machines on which none is faster, at most one gets another than it has."""
@@ -124,7 +123,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
             beside = best.name or "as it is"
             try:
                 running[heap.name].answer()
-                test = _compared(running[best.name], running[heap.name], heap.name, seconds / len(heaps))
+                test = _compared(running[best.name], running[heap.name], seconds / len(heaps))
             except OSError as error:
                 table.append(f"{heap.name}: {error}")
                 continue
@@ -142,14 +141,11 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
             one.close()
 
 
-def _compared(original: _HeapProcess, candidate: _HeapProcess, name: str, seconds: float) -> PairTest:
+def _compared(original: _HeapProcess, candidate: _HeapProcess, seconds: float) -> PairTest:
     before, rise = original.latest.peak_bytes, candidate.latest.peak_bytes - original.latest.peak_bytes
     test = PairTest(ALPHA, WORTH_MEMORY if rise > max(LEAST_RISE_BYTES, MEMORY_RISE * before) else 0.0)
-    coin = random.Random(name)
+    schedule = Schedule()
     deadline = Deadline(seconds)
     while not test.outcome() and len(test) < _MAX_PAIRS and (len(test) < _MIN_PAIRS or not deadline.is_over()):
-        took = [math.nan, math.nan]
-        for side in coin.sample((0, 1), 2):
-            took[side] = (original, candidate)[side].turn()
-        test.add(*took)
+        test.add(*schedule.pair(original.turn, candidate.turn))
     return test

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_accel.tuning.pairs import PairTest, RatioInterval
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import PairTest, RatioInterval
 
 Choices = Mapping[str, str]
 """Arm → its choice. Arms that are not named are off."""
@@ -99,6 +100,7 @@ class ArmComparison:
         original: How a step runs that everybody falls back to.
         candidate: How it runs otherwise.
         settle: Turns after a switch that are not counted.
+        schedule: Decides in which order the sides of each pair run.
         test: What judges its pairs; one that was begun earlier, of the same two sides, goes on.
         max_pairs: After so many nothing can be told, unless the candidate is about to win.
         most_pairs: After so many in no case.
@@ -114,6 +116,7 @@ class ArmComparison:
         candidate: Choices,
         *,
         settle: int,
+        schedule: Schedule,
         test: PairTest,
         max_pairs: int,
         most_pairs: int,
@@ -136,32 +139,28 @@ class ArmComparison:
         self._excess: list[float] = []  # of its turns over a plain one, in these
         self._original_s: list[float] = []  # of the original's
         self._charged = 0.0
-        self._schedule = self._turns()
+        self._turns = self._all_turns(schedule)
         self._peaks: dict[int, int] = {}
         self._looks = [0, 0]  # at them, of each side
         self._failure: Verdict | None = None
 
     def next_turn(self) -> Turn:
         """Whose turn it is."""
-        return next(self._schedule)
+        return next(self._turns)
 
-    def _turns(self) -> Iterator[Turn]:
+    def _all_turns(self, schedule: Schedule) -> Iterator[Turn]:
         side = 0
         for side in (0, 1):  # for the first time: caches fill, kernels are chosen, memory is found
             for _ in range(1 + self._settle + side * self._has_setup):
                 yield Turn(self._sides[side], side)
-        pair = self._first_pair
-        while True:
-            # A coin of our own, which falls alike on all ranks and touches no random stream of the user's.
-            first = random.Random(f"{self.name}, pair {pair}").randrange(2)
-            for here in (first, 1 - first):
+        for pair in itertools.count(self._first_pair):
+            for here in schedule.order((0, 1)):
                 if here != side:
                     for _ in range(self._settle):
                         yield Turn(self._sides[here], here)
                 side = here
                 for _ in range(self._length):
                     yield Turn(self._sides[here], here, pair)
-            pair += 1
 
     def took(self, turn: Turn, seconds: float | None) -> bool:
         """Takes the time of a turn; None if something else came in between. Returns whether a pair is complete."""

@@ -16,9 +16,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from lightning_accel.core.purse import Purse
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import PairTest
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
-from lightning_accel.tuning.pairs import PairTest
 from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.warmup_costs import LEAST_LATEST, Setups
 
@@ -87,6 +88,7 @@ class Questions:
         self._is_own = known is not None and not known.is_earlier  # settled by this run, before it began again
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
+        self._schedule = Schedule.of_run(gather)
         self._left, self._own_allowance, self._purse = turns, allowance(turns), purse
         self._drop_what_pays_later(turns)
         self._say = say
@@ -319,6 +321,7 @@ class Questions:
             original,
             candidate,
             settle=self._settle(original, candidate),
+            schedule=self._schedule,
             test=test,
             max_pairs=max_pairs,
             most_pairs=most_pairs,

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_accel.__main__ import main
 from lightning_accel.core import cache, kernel_cache
+from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.tuning import tuning_cache
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import RatioInterval
 from lightning_accel.tuning.tuning_cache import Key
 from lightning_accel.tuning.tuning_result import Tuning
 

@@ -197,7 +197,7 @@ def test_a_step_that_becomes_longer_has_the_plan_tried_again() -> None:
 
 
 def test_a_plan_that_slowly_loses_its_gain_is_found_by_looks_now_and_then() -> None:
-    run = SimulatedRun({"threads": 1.1}, 4000)
+    run = SimulatedRun({"threads": 1.1}, 4000, noise=0.01)
     run.slowdown = lambda turn: 1.18 if turn >= 800 and run.now["threads"] == "on" else 1.0
     assert run.run().choices == {}
     assert any("has become faster" in line for line in run.lines)

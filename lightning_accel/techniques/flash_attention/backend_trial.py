@@ -18,8 +18,10 @@ from typing_extensions import override
 from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.tolerance import Spread
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant, VerdictKind
+from lightning_accel.core.states import VerdictKind
+from lightning_accel.experiment.tolerance import Spread
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.row_formula import ByRows

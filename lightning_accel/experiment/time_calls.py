@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -11,6 +12,7 @@ import torch
 
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import synchronize
+from lightning_accel.experiment.pair_schedule import Schedule
 
 Name = TypeVar("Name", bound=Hashable)
 Prepare = Callable[[], AbstractContextManager[Callable[[], object]]]
@@ -18,9 +20,9 @@ Prepare = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
 def time_calls(calls: Mapping[Name, Prepare], device: torch.device, *, repeats: int = 1) -> Iterator[dict[Name, float]]:
-    """Times calls in turns, one round for each result that is asked for: A B, then B A, then A B.
+    """Times calls in turns, one round for each result that is asked for, in an order by a coin.
 
-    The device is synchronised before and after what is timed. Who is faster is for the caller to say.
+    The device is synchronised before and after what is timed. Who is faster is for the caller to ask.
 
     Args:
         calls: Name → what prepares the call. The preparation is not timed.
@@ -31,11 +33,22 @@ def time_calls(calls: Mapping[Name, Prepare], device: torch.device, *, repeats: 
     Yields:
         Name → seconds per call, in the order of ``calls``.
     """
-    order = list(calls)
-    for _ in itertools.count():
-        took = {name: _seconds(calls[name], device, repeats) for name in order}
+    schedule = Schedule()
+    while True:
+        took = {name: _seconds(calls[name], device, repeats) for name in schedule.order([*calls])}
         yield {name: took[name] for name in calls}
-        order.reverse()
+
+
+def least_times(
+    calls: Mapping[Name, Prepare], device: torch.device, rounds: int, *, repeats: int = 1, most_s: float = math.inf
+) -> dict[Name, float]:
+    """The least seconds of each call in so many rounds of :func:`time_calls`, or in ``most_s`` seconds and a round."""
+    least, spent_s = dict.fromkeys(calls, math.inf), 0.0
+    for took in itertools.islice(time_calls(calls, device, repeats=repeats), rounds):
+        least = {name: min(least[name], seconds) for name, seconds in took.items()}
+        if (spent_s := spent_s + sum(took.values())) > most_s:
+            break
+    return least
 
 
 def _seconds(prepare: Prepare, device: torch.device, repeats: int) -> float:

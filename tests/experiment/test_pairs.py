@@ -10,7 +10,7 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from lightning_accel.tuning.pairs import PairTest, log_wealth
+from lightning_accel.experiment.pair_test import PairTest, log_wealth
 
 Noise = Callable[[Generator, int], NDArray[np.float64]]
 

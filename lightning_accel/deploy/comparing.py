@@ -117,7 +117,7 @@ def compare(
     max_batches: int = 50,
     seconds: float = 5.0,
 ) -> Comparison:
-    """Measures a model in several forms, taking turns (A B B A), and recommends one.
+    """Measures a model in several forms, taking turns, and recommends one.
 
     That is the fastest at batch 1 of those that are proven faster than the original (the tuner's test of pairs, 95%)
     and whose metrics are worse by ``max_drop`` at most; of forms within 5% the smallest on disk.

@@ -30,19 +30,12 @@ _ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Latency:
-    """What a call takes, in milliseconds.
+    """What a call takes, in milliseconds."""
 
-    Attributes:
-        p50: The median.
-        p95: The 95th percentile.
-        p99: The 99th percentile.
-        calls: How many were timed.
-    """
-
-    p50: float
-    p95: float
+    p50: float  # the median
+    p95: float  # the 95th percentile
     p99: float
-    calls: int
+    calls: int  # how many were timed
 
 
 def timed(

@@ -19,26 +19,14 @@ class Schedule:
     The coins are our own: no random stream of the user's is touched, and one seed has them fall alike.
 
     Args:
-        seed: What the coins follow from. None if they follow from the run's own seed, and differ from those of the
-            comparisons before; without torch there is no run, and the system gives a seed.
+        seed: What the coins follow from; the same on all ranks if their turns must be. None if they follow from the
+            seed of the run, and differ between its comparisons; without torch there is no run, and chance decides.
     """
 
     def __init__(self, seed: Any = None) -> None:
         if seed is None and (torch := sys.modules.get("torch")) is not None:
             seed = f"{torch.initial_seed()}, comparison {next(_NUMBERS)}"
         self._coins = random.Random(seed)
-
-    @classmethod
-    def of_run(cls, gather: Callable[[Any], list[Any]] | None) -> Schedule:
-        """The schedule of a run's own steps: by its seed alone, and by that of the first rank if there are several.
-
-        Args:
-            gather: Maps a value of this process to those of all ranks; None with one process.
-        """
-        import torch
-
-        seed = torch.initial_seed()
-        return cls(seed if gather is None else gather(seed)[0])
 
     def order(self, sides: Sequence[Side]) -> list[Side]:
         """The sides of the next pair, each once. All orders are equally probable, whatever came before."""

@@ -1,26 +1,31 @@
 """Screening: a look at a few times, before the proof. It decides what is tried on, and proves nothing.
 
-Whatever else a machine does can only add to a time, so of each side the least counts. With the one to three pairs that
-a part is timed for, no test could tell more. docs/statistics.md has the error, and the proof is
+Whatever else a machine does can only add to a time, so of each side the least counts. With the two pairs that a part is
+timed for, no test could tell more. docs/statistics.md has the error, and the proof is
 :class:`~lightning_accel.experiment.pair_test.PairTest`, on whole training steps.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections import deque
+from collections.abc import Mapping
 from typing import Literal, TypeVar
+
+from typing_extensions import override
 
 Name = TypeVar("Name")
 
 CLEARLY = 1.03
 """Times that differ by a smaller factor are a tie: the clocks of shared machines tell no more."""
 
-MOST_PAIRS = 3
-"""That a part is timed for: whole training steps are what judges in the end."""
+DRIFT = 1.2
+"""Where a step has come to take so many times as long, what was proven of it is asked anew."""
 
-_AT_A_GLANCE = 1.18  # times that differ by this factor need no further pair
+LATEST = 16  # steps, by which that is seen
+
+PAIRS = 2  # that a part is timed for
 
 
 def screen(original: float, candidate: float, *, by: float = CLEARLY) -> Literal["faster", "slower", ""]:
@@ -36,17 +41,28 @@ def fastest(least: Mapping[Name, float]) -> Name:
     return next(name for name, took in least.items() if screen(took, best) != "faster")
 
 
-def least_of_pairs(
-    rounds: Iterator[Mapping[int, float]], *, fewest: int = 1, most: int = MOST_PAIRS
-) -> tuple[float, float]:
-    """The least times of the sides 0 and 1, by as many pairs as it takes to see which is clearly less.
+class LatestTimes(deque[float]):
+    """What the latest steps took, in seconds, and whether they take longer than the first of them did."""
 
-    That the candidate is slower takes two looks: what is refused is refused for good, and what is kept is tried on.
-    """
-    original = candidate = math.inf
-    for pairs, took in enumerate(itertools.islice(rounds, min(most, MOST_PAIRS)), start=1):
-        original, candidate = min(original, took[0]), min(candidate, took[1])
-        outcome = screen(original, candidate, by=_AT_A_GLANCE)
-        if pairs >= fewest and (outcome == "faster" or (outcome == "slower" and pairs > 1)):
-            break
-    return original, candidate
+    def __init__(self) -> None:
+        super().__init__(maxlen=LATEST)
+        self._first_s = math.inf
+
+    @property
+    def typical_s(self) -> float:
+        return statistics.median(self)
+
+    @property
+    def have_drifted(self) -> bool:
+        return bool(self) and screen(self.typical_s, self._first_s, by=DRIFT) == "faster"
+
+    @override
+    def append(self, seconds: float, /) -> None:
+        super().append(seconds)
+        if math.isinf(self._first_s) and len(self) == LATEST:
+            self._first_s = self.typical_s
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self._first_s = math.inf

@@ -22,16 +22,8 @@ Prepare = Callable[[], AbstractContextManager[Callable[[], object]]]
 def time_calls(calls: Mapping[Name, Prepare], device: torch.device, *, repeats: int = 1) -> Iterator[dict[Name, float]]:
     """Times calls in turns, one round for each result that is asked for, in an order by a coin.
 
-    The device is synchronised before and after what is timed. Who is faster is for the caller to ask.
-
-    Args:
-        calls: Name → what prepares the call. The preparation is not timed.
-        device: Where the calls run.
-        repeats: How often a call is run for one time. More than once for calls that are so short that the
-            synchronisation counts.
-
-    Yields:
-        Name → seconds per call, in the order of ``calls``.
+    Each is prepared untimed, and run ``repeats`` times for one time: more than once where it is so short that the
+    synchronisation before and after it counts. Yields name → seconds per call. Who is faster is for the caller to ask.
     """
     schedule = Schedule()
     while True:

@@ -1,24 +1,31 @@
 """The one rule by which numbers are judged: the candidate's error may be as large as the original's own rounding error.
 
-A computation in floating point has no single result. The same original gives other results if its sums are taken in
-another legitimate order: with another number of threads, in two halves of the batch, with the samples reversed, from
-inputs in another memory layout, by another library of kernels. The *spread* is how far these results are from the same
-computation in float64. A candidate that is off by more than ``FACTOR`` spreads computes something else. Nothing here
-was fitted to a processor: the spread is measured where the run is. See docs/numbers.md.
+The same original gives other results if its sums are taken in another legitimate order: with another number of threads,
+in two halves of the batch, with the samples reversed, from inputs in another memory layout. The *spread* is how far
+these are from the same computation in float64. A candidate that is off by more than ``FACTOR`` spreads computes
+something else. Nothing here was fitted to a processor: the spread is measured where the run is. See docs/numbers.md.
 
-A spread only grows with the number of orders. What is within the spread of a few orders is within that of all. So
-:class:`Measuring` computes another order only while a candidate is in doubt, and objects only after it has seen all.
+A spread only grows with the number of orders. So :class:`Measuring` computes another order only while a candidate is in
+doubt, and objects only after it has seen all.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import mkldnn
+
+from lightning_accel.core.patch import temporarily
+from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.experiment.passes import Call
 
 FACTOR = 4.0
 """How many spreads a candidate may be off. A few samples show the size of a spread, but not its largest value."""
@@ -68,15 +75,7 @@ class Spread:
     is_whole: bool = False
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """Says in words how a candidate is too far off.
-
-        Args:
-            found: The deviation of the candidate.
-            times: A factor on what is allowed, if ``found`` holds more errors than those of the candidate.
-
-        Returns:
-            The objection; empty if there is none.
-        """
+        """How a result is too far off, in words; empty if it is not. ``times`` is a factor on what is allowed."""
         for what, off, allowed in (
             ("relative error", found.noise, times * self.allowed.noise),
             ("systematic error", found.bias, times * self.allowed.bias),
@@ -91,27 +90,17 @@ class Measuring:
 
     If a run is off by more than the square root of the rounding, it is no other order of the same sums, and it does not
     count. Batch statistics of half a batch are an example.
-
-    Args:
-        expected: The original's own result.
-        coarsest: The coarsest dtype in the computation.
-        oracle: Computes the original in float64. It returns None if that is not possible.
-        others: The original in other orders. Each is computed when it is asked for.
-        formulas: The original by formulas that candidates share. If results agree, gradients may be as far off as by
-            one of these formulas.
-        num_results: How many of the tensors are results. The others are gradients.
-        alike: The spread of a similar computation, such as another layer of the model.
     """
 
     def __init__(
         self,
-        expected: Sequence[Tensor],
-        coarsest: torch.dtype,
-        oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,
-        others: Iterable[Sequence[Tensor]] = (),
-        alike: Spread = Spread(),
-        formulas: Iterable[Sequence[Tensor]] = (),
-        num_results: int = 0,
+        expected: Sequence[Tensor],  # the original's own result
+        coarsest: torch.dtype,  # of the dtypes in the computation
+        oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,  # computes the original in float64, if it can
+        others: Iterable[Sequence[Tensor]] = (),  # the original in other orders, each computed when it is asked for
+        alike: Spread = Spread(),  # of a similar computation, such as another layer of the model
+        formulas: Iterable[Sequence[Tensor]] = (),  # the original by others, as far off as which gradients may be
+        num_results: int = 0,  # how many of the tensors are results: the others are gradients
     ) -> None:
         eps = torch.finfo(coarsest).eps
         # In half precision, the last rounding is most of the error. In wider dtypes, a library may round a few times.
@@ -133,11 +122,7 @@ class Measuring:
         return Spread(own | self._alike.allowed, self._num_orders + self._alike.num_orders, self._is_whole)
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
-        """Judges the result of a candidate.
-
-        Returns:
-            How far it is off, and the objection to that; empty if there is none.
-        """
+        """How far a candidate is off, and the objection to that; empty if there is none."""
         found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
         # The original is at most one spread off the float64 result, whatever that is. So a candidate passes if it
         # differs from the original by no more than the other three. The norms of both results differ by at most the
@@ -221,6 +206,62 @@ def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor], *, smallest:
         norm = math.sqrt(size)
         worst |= Deviation(math.sqrt(off) / max(norm, floor, 1e-300), abs(along) / size if norm > floor else 0.0)
     return worst
+
+
+def other_orders(
+    call: Call, batch_size: int, device: torch.device, *, new_kernels: bool = True
+) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
+    """Yields the same computation in other orders, each with a context to run it in. The most expensive comes last.
+
+    Some are not possible for some computations, or change their meaning: those do not count as orders of the same sums.
+    Without ``new_kernels``, those that need kernels for other shapes or numbers of threads are left out.
+    """
+
+    def of_samples(change: Callable[[Tensor], Tensor], data: Any) -> Any:
+        return map_tensors(lambda tensor: change(tensor) if is_batched(tensor, batch_size) else tensor, data)
+
+    def in_halves(*args: Any, **kwargs: Any) -> Any:
+        def part(rows: slice) -> Any:
+            some_args, some_kwargs = of_samples(lambda t: t[rows], (args, kwargs))
+            return call(*some_args, **some_kwargs)
+
+        half = batch_size // 2
+        first, second = part(slice(half)), part(slice(half, None))
+        rest = iter(tensors_in(second))
+        # A result without samples, such as an average over them, cannot be joined. Its shape shows that.
+        return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)
+
+    def turned_round(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = of_samples(lambda t: t.flip(0), (args, kwargs))
+        return of_samples(lambda t: t.flip(0), call(*args, **kwargs))
+
+    def lying_otherwise(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(_transposed_in_memory, (args, kwargs))
+        return call(*args, **kwargs)
+
+    yield lying_otherwise, nullcontext()
+    if batch_size > 1:
+        yield turned_round, nullcontext()
+        if new_kernels:
+            yield in_halves, nullcontext()
+    if device.type == "cpu":
+        if new_kernels:
+            # Never more threads: their pool would stay, and would break a later fork of the program.
+            yield call, temporarily(torch.get_num_threads, torch.set_num_threads, 1)
+        # torch.backends.mkldnn.flags would set flags of other devices, too, with warnings. This order is last, since
+        # torch's own kernels may take many times as long.
+        yield call, temporarily(partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled"), False)
+
+
+def is_batched(tensor: Tensor, batch_size: int) -> bool:
+    """Whether the first dimension of ``tensor`` is that of the samples."""
+    return tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
+
+
+def _transposed_in_memory(tensor: Tensor) -> Tensor:
+    """The same values, with the last two dimensions in the other order in memory."""
+    is_plain = tensor.layout == torch.strided and tensor.dim() > 1 and not tensor.is_nested
+    return tensor.mT.contiguous().mT if is_plain else tensor
 
 
 def _sums(got: Tensor, want: Tensor) -> list[float]:

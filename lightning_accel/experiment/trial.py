@@ -6,6 +6,7 @@ both sides again and again: give it torch's own operations on tensors, not code 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,9 @@ from lightning_accel.core.measured import Measurement
 from lightning_accel.core.random_streams import same_state
 from lightning_accel.core.report import one_line
 from lightning_accel.core.states import VerdictKind
-from lightning_accel.experiment.other_orders import is_batched
-from lightning_accel.experiment.screening import least_of_pairs
-from lightning_accel.experiment.time_calls import least_times, time_calls
-from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation
+from lightning_accel.experiment.screening import PAIRS
+from lightning_accel.experiment.time_calls import least_times
+from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched
 from lightning_accel.experiment.trial_runs import TooDearError, TrialRuns, Variant
 
 _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
@@ -58,15 +58,14 @@ class NumbersComparison:
         """What the trial came to, as far as numbers say."""
         return self.cut_short or ("refused" if self.failure else "kept")
 
-    def measured(self, timed: NumbersComparison | None = None) -> Measurement:
-        """The figures of numbers, and of times where those are another comparison's."""
-        timed = timed or self
+    def measured(self) -> Measurement:
+        """The figures of numbers and times."""
         return Measurement(
             error=None if self.spread is None else self.error,
             spread=None if self.spread is None else self.spread.allowed.noise / FACTOR,
             is_same=self.is_same,
-            original_ms=timed.original_ms,
-            candidate_ms=timed.candidate_ms,
+            original_ms=self.original_ms,
+            candidate_ms=self.candidate_ms,
         )
 
 
@@ -92,20 +91,17 @@ class Trial(TrialRuns):
 
     def rehearse(self, side: Variant) -> NumbersComparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
-
-        def rehearsed() -> NumbersComparison:
-            return NumbersComparison(candidate_ms=1e3 * least_times({0: lambda: self._ready(side)}, self._device, 1)[0])
-
-        return self._ended(rehearsed)[0]
+        return self._timed(1, {"candidate": side})
 
     def time(self, original: Variant, candidate: Variant) -> NumbersComparison:
-        """Times both, forward and backward, by one pair at least; by two if :meth:`numbers` has not warmed them up."""
-        fewest = 1 if self._is_warm else 2
+        """Times both, forward and backward, a few times in turns."""
+        return self._timed(PAIRS, {"original": original, "candidate": candidate})
 
+    def _timed(self, rounds: int, sides: dict[str, Variant]) -> NumbersComparison:
         def timed() -> NumbersComparison:
-            sides = {0: lambda: self._ready(original), 1: lambda: self._ready(candidate)}
-            before, after = least_of_pairs(time_calls(sides, self._device), fewest=fewest, most=self.max_pairs)
-            return NumbersComparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
+            calls = {name: functools.partial(self._ready, side) for name, side in sides.items()}
+            ms = {name: 1e3 * seconds for name, seconds in least_times(calls, self._device, rounds).items()}
+            return NumbersComparison(original_ms=ms.get("original"), candidate_ms=ms["candidate"])
 
         return self._ended(timed)[0]
 
@@ -120,7 +116,6 @@ class Trial(TrialRuns):
             found = NumbersComparison(failure=_TOO_DEAR, cut_short="too_dear")
         except Exception as error:
             found = NumbersComparison(failure=f"failed in its trial: {one_line(error)}", cut_short="failed")
-        self._is_warm = True
         self._pay()
         return found, left_behind
 

@@ -18,10 +18,8 @@ from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.random_streams import TORCHS
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.experiment.other_orders import is_batched, other_orders
 from lightning_accel.experiment.passes import Call, Passes
-from lightning_accel.experiment.screening import MOST_PAIRS
-from lightning_accel.experiment.tolerance import Spread
+from lightning_accel.experiment.tolerance import Spread, is_batched, other_orders
 
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
@@ -63,7 +61,6 @@ class TrialRuns:
         kwargs: The keyword arguments.
         with_gradients: Whether to compare and time the backward pass too.
         samples: How many samples of the batch the oracle sees, so that it never exhausts the memory; None: all.
-        max_pairs: How many pairs are timed at the most.
         judged: Takes from the outputs what is to be compared.
         wide: The original, for arguments in float64; by default ``forward`` of a copy of the module in float64.
         has_dropout: Whether dropout stays on while numbers are compared, for what would be compiled anew without.
@@ -81,7 +78,6 @@ class TrialRuns:
     kwargs: dict[str, Any] = field(default_factory=dict)
     with_gradients: bool = True
     samples: int | None = ORACLE_SAMPLES
-    max_pairs: int = MOST_PAIRS
     judged: Callable[[Any], Any] = lambda outputs: outputs
     wide: Call | None = None
     has_dropout: bool = False
@@ -99,7 +95,6 @@ class TrialRuns:
         self._batch_size = sizes[0] if sizes else 0
         self._passes = Passes(self.module, self.with_gradients, self.judged)
         self._drawn: set[str] = set()  # from which streams of others than torch, which nobody replays
-        self._is_warm = False  # whether both sides were called before
         self._unpaid = Stopwatch()
 
     def _pay(self) -> float:

@@ -47,13 +47,10 @@ class Turns(Generic[Trials]):
     * A Trainer's turn is the batches whose gradients are accumulated, taken as if each were as large as the first. A
       plain loop's is one step, and batches are taken to be equally large.
     * A turn that does not count is taken again in a Trainer with a single rank. Several may not agree on what counts.
-
-    Attributes:
-        trials: The trials; None before :meth:`start`.
     """
 
     def __init__(self) -> None:
-        self.trials: Trials | None = None
+        self.trials: Trials | None = None  # before `start`
         self._timeline = StepTimeline(HostClock())
         self._repeats = 0
         self._turn = _Turn()
@@ -62,13 +59,7 @@ class Turns(Generic[Trials]):
         self._typical_elements = 0
 
     def start(self, trials: Trials, clock: HostClock, *, repeats: int = 0) -> None:
-        """Has ``trials`` take the turns from the next one on.
-
-        Args:
-            trials: Which take the turns.
-            clock: The clock of the device that trains.
-            repeats: How often a turn that does not count is taken again.
-        """
+        """Has ``trials`` take the turns from the next one on. One that does not count is taken again, so often."""
         self.trials, self._repeats = trials, repeats
         self._timeline = StepTimeline(clock, self._took)
 

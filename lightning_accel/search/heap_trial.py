@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from lightning_accel.core.allocators import Allocator
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.experiment.pair_schedule import Schedule
-from lightning_accel.experiment.pair_test import PairTest
-from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, WORTH_MEMORY
+from lightning_accel.experiment.pair_test import PairTest, price_of_memory
 
 ALPHA = 0.01
 """Of 100 machines on which none is faster, at most one gets another than it has."""
@@ -142,10 +141,8 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
 
 
 def _compared(original: _HeapProcess, candidate: _HeapProcess, seconds: float) -> PairTest:
-    before, rise = original.latest.peak_bytes, candidate.latest.peak_bytes - original.latest.peak_bytes
-    test = PairTest(ALPHA, WORTH_MEMORY if rise > max(LEAST_RISE_BYTES, MEMORY_RISE * before) else 0.0)
-    schedule = Schedule()
-    deadline = Deadline(seconds)
+    test = PairTest(ALPHA, price_of_memory(original.latest.peak_bytes, candidate.latest.peak_bytes))
+    schedule, deadline = Schedule(), Deadline(seconds)
     while not test.outcome() and len(test) < _MAX_PAIRS and (len(test) < _MIN_PAIRS or not deadline.is_over()):
         test.add(*schedule.pair(original.turn, candidate.turn))
     return test

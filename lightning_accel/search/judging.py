@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_accel.experiment.pair_schedule import Schedule
-from lightning_accel.experiment.pair_test import PairTest
+from lightning_accel.experiment.pair_test import LEAST_RISE_BYTES, MEMORY_RISE, PairTest
 from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.worker import Block
-from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, Result, Verdict
+from lightning_accel.tuning.comparison import Result, Verdict
 
 Objective = Literal["speed", "memory", "balanced"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from lightning_accel.core.host import Host
-from lightning_accel.experiment.pair_test import PairTest, RatioInterval
+from lightning_accel.experiment.pair_test import MEMORY_RISE, PairTest, RatioInterval
 from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import (
     MIN_PAIRS,
@@ -20,7 +20,7 @@ from lightning_accel.search.judging import (
 from lightning_accel.search.runs import TrialRun, TrialRunError, WorkerProcesses
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
-from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
+from lightning_accel.tuning.comparison import Result, Verdict
 from lightning_accel.tuning.trial_scheduler import ALPHA
 
 NOTHING_TOLD = RatioInterval(1.0, 0.0, math.inf)

@@ -41,7 +41,6 @@ _TIMED = _CONVOLUTIONS | frozenset(
         *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "pad"),
     )
 )
-_MAX_PAIRS = 2  # that are timed of each kind of call; a step has tens of them
 
 
 def breaks_the_heap(kernel_size: Sequence[int], stride: Sequence[int], in_channels: int) -> bool:
@@ -108,7 +107,6 @@ class LayoutTrial(TorchFunctionMode):
             args,
             kwargs,
             with_gradients=torch.is_grad_enabled(),
-            max_pairs=_MAX_PAIRS,
             keeps_kernels=True,  # what oneDNN builds for a shape, megabytes for a network, among the step's tensors
             purse=self._purse,
             convolves=name in _CONVOLUTIONS,

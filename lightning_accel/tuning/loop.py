@@ -15,13 +15,7 @@ _QUIET_STEPS = 2  # after the trials of the parts, for caches to fill
 
 
 class LoopTuning:
-    """Has the arms of an engine take turns on the steps of a loop.
-
-    Args:
-        engine: At work on the model.
-        device: The model's.
-        steps: How many training steps there will be, about.
-    """
+    """Has the arms of an engine take turns on the ``steps`` of a loop, or about as many."""
 
     def __init__(self, engine: Engine, device: torch.device, steps: int) -> None:
         self._engine, self._device, self._steps_left = engine, device, steps

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.experiment.other_orders import other_orders
-from lightning_accel.experiment.tolerance import FACTOR, Deviation, Measuring, Spread, deviation
+from lightning_accel.experiment.tolerance import FACTOR, Deviation, Measuring, Spread, deviation, other_orders
 from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.experiment.trial_runs import Variant
 

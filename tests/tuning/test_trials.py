@@ -10,7 +10,8 @@ import torch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.tuning.trial_scheduler import MIN_TURNS, allowance
+from lightning_accel.tuning.trial_budget import allowance
+from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.tuning_result import Tuning
 from support.simulated_machine import SimulatedRun
 

@@ -43,16 +43,12 @@ def timed(
 ) -> dict[str, list[float]]:
     """Times calls in turns for ``seconds``, ten rounds at least. Returns name → seconds of the call in each round."""
     bound = {name: functools.partial(call, *arguments[0], **arguments[1]) for name, call in calls.items()}
-    rounds: list[dict[str, float]] = []
     with torch.no_grad():
         for call in bound.values():
             for _ in range(WARM_UP):
                 call()
-        deadline = Deadline(seconds)
-        timed_rounds = time_calls({name: functools.partial(_settled, call) for name, call in bound.items()}, device)
-        while len(rounds) < LEAST_ROUNDS or not deadline.is_over():
-            rounds.append(next(timed_rounds))
-    return {name: [took[name] for took in rounds] for name in calls}
+        settled = {name: functools.partial(_settled, call) for name, call in bound.items()}
+        return time_calls(settled, device, rounds=LEAST_ROUNDS, seconds=seconds)
 
 
 def _settled(call: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:

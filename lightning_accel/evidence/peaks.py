@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_accel.experiment.time_calls import least_times
+from lightning_accel.experiment.time_calls import time_calls
 
 _SIZE = {"cpu": 1024, "cuda": 4096}  # of square matrices: large enough to be bound by products
 _COPIED = {"cpu": 1 << 24, "cuda": 1 << 27}  # elements: more than a cache has
@@ -57,4 +57,4 @@ def _best_seconds(device: torch.device, run: Callable[[], object]) -> float:
     repeats = _REPEATS_ON_GPU if device.type == "cuda" else 1
     with torch.no_grad():
         run()
-        return least_times({"": lambda: nullcontext(run)}, device, _ROUNDS, repeats=repeats)[""]
+        return min(time_calls({"": lambda: nullcontext(run)}, device, rounds=_ROUNDS, repeats=repeats)[""])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 from typing_extensions import override
@@ -35,10 +35,10 @@ def screen(original: float, candidate: float, *, by: float = CLEARLY) -> Literal
     return "slower" if original * by < candidate else ""
 
 
-def fastest(least: Mapping[Name, float]) -> Name:
+def fastest(seconds: Mapping[Name, Sequence[float]]) -> Name:
     """The first, in the order of preference, than which none is clearly faster by their least times."""
-    best = min(least.values())
-    return next(name for name, took in least.items() if screen(took, best) != "faster")
+    least = {name: min(times) for name, times in seconds.items()}
+    return next(name for name, took in least.items() if screen(took, min(least.values())) != "faster")
 
 
 class LatestTimes(deque[float]):
@@ -61,8 +61,3 @@ class LatestTimes(deque[float]):
         super().append(seconds)
         if math.isinf(self._first_s) and len(self) == LATEST:
             self._first_s = self.typical_s
-
-    @override
-    def clear(self) -> None:
-        super().clear()
-        self._first_s = math.inf

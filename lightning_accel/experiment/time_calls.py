@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 
-from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.core.clocks import Deadline, Stopwatch
 from lightning_accel.core.device import synchronize
 from lightning_accel.experiment.pair_schedule import Schedule
 
@@ -19,28 +19,27 @@ Prepare = Callable[[], AbstractContextManager[Callable[[], object]]]
 """Prepares a call, and gives the call to time. The context stays open while the call runs."""
 
 
-def time_calls(calls: Mapping[Name, Prepare], device: torch.device, *, repeats: int = 1) -> Iterator[dict[Name, float]]:
-    """Times calls in turns, one round for each result that is asked for, in an order by a coin.
+def time_calls(
+    calls: Mapping[Name, Prepare],
+    device: torch.device,
+    *,
+    rounds: int = 1,  # at least
+    seconds: float = 0.0,  # that they go on for, at least
+    most_s: float = math.inf,  # after which no further round begins
+    repeats: int = 1,  # of a call, for one time: more than one where the synchronisation counts
+) -> dict[Name, list[float]]:
+    """Times calls in turns, in an order by a coin. Returns name → seconds per call, of each round.
 
-    Each is prepared untimed, and run ``repeats`` times for one time: more than once where it is so short that the
-    synchronisation before and after it counts. Yields name → seconds per call. Who is faster is for the caller to ask.
+    What is timed is between two synchronisations of the device; who is faster is for the caller to ask.
     """
-    schedule = Schedule()
-    while True:
-        took = {name: _seconds(calls[name], device, repeats) for name in schedule.order([*calls])}
-        yield {name: took[name] for name in calls}
-
-
-def least_times(
-    calls: Mapping[Name, Prepare], device: torch.device, rounds: int, *, repeats: int = 1, most_s: float = math.inf
-) -> dict[Name, float]:
-    """The least seconds of each call in so many rounds of :func:`time_calls`, or in ``most_s`` seconds and a round."""
-    least, spent_s = dict.fromkeys(calls, math.inf), 0.0
-    for took in itertools.islice(time_calls(calls, device, repeats=repeats), rounds):
-        least = {name: min(least[name], seconds) for name, seconds in took.items()}
-        if (spent_s := spent_s + sum(took.values())) > most_s:
+    schedule, least, most = Schedule(), Deadline(seconds), Deadline(most_s)
+    took: dict[Name, list[float]] = {name: [] for name in calls}
+    for count in itertools.count(1):
+        for name in schedule.order([*calls]):
+            took[name].append(_seconds(calls[name], device, repeats))
+        if most.is_over() or (count >= rounds and least.is_over()):
             break
-    return least
+    return took
 
 
 def _seconds(prepare: Prepare, device: torch.device, repeats: int) -> float:

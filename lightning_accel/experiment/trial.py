@@ -22,7 +22,7 @@ from lightning_accel.core.random_streams import same_state
 from lightning_accel.core.report import one_line
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.screening import PAIRS
-from lightning_accel.experiment.time_calls import least_times
+from lightning_accel.experiment.time_calls import time_calls
 from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched
 from lightning_accel.experiment.trial_runs import TooDearError, TrialRuns, Variant
 
@@ -100,7 +100,8 @@ class Trial(TrialRuns):
     def _timed(self, rounds: int, sides: dict[str, Variant]) -> NumbersComparison:
         def timed() -> NumbersComparison:
             calls = {name: functools.partial(self._ready, side) for name, side in sides.items()}
-            ms = {name: 1e3 * seconds for name, seconds in least_times(calls, self._device, rounds).items()}
+            seconds = time_calls(calls, self._device, rounds=rounds)
+            ms = {name: 1e3 * min(each) for name, each in seconds.items()}
             return NumbersComparison(original_ms=ms.get("original"), candidate_ms=ms["candidate"])
 
         return self._ended(timed)[0]

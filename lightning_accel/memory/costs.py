@@ -20,7 +20,7 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.tree import storage_of, storages_of, tensors_in
 from lightning_accel.experiment.passes import Call, Passes
-from lightning_accel.experiment.time_calls import least_times
+from lightning_accel.experiment.time_calls import time_calls
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.recompute import keeps_statistics, recomputed
@@ -156,7 +156,8 @@ def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) 
     device = device_of(passes.module)
     calls = {policy: lambda run=run: nullcontext(passes.prepared(run, args, kwargs)) for policy, run in runs.items()}
     with isolated(passes.module):
-        ms = {policy: 1e3 * seconds for policy, seconds in least_times(calls, device, TIMED_RUNS).items()}
+        seconds = time_calls(calls, device, rounds=TIMED_RUNS)
+    ms = {policy: 1e3 * min(each) for policy, each in seconds.items()}
     # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise, and must not
     # make a roomy budget recompute.
     least = LEAST_EXTRA * ms.get("keep", 0.0)

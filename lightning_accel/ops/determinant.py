@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_accel.experiment.screening import fastest
-from lightning_accel.experiment.time_calls import least_times
+from lightning_accel.experiment.time_calls import time_calls
 from lightning_accel.ops.arrays import ArrayT, as_tensors
 from lightning_accel.ops.cholesky import checked, diagonals, factorised, least_deviation
 
@@ -141,7 +141,7 @@ def _lu_is_faster(cov: Tensor) -> bool:
     if _by_lu(cov) is None or _by_cholesky(cov) is None:
         return False
     ways = {"cholesky": lambda: nullcontext(lambda: _by_cholesky(cov)), "lu": lambda: nullcontext(lambda: _by_lu(cov))}
-    return fastest(least_times(ways, cov.device, _ROUNDS, most_s=_TIMED_S)) == "lu"
+    return fastest(time_calls(ways, cov.device, rounds=_ROUNDS, most_s=_TIMED_S)) == "lu"
 
 
 class _SqrtDet(torch.autograd.Function):

@@ -196,7 +196,7 @@ class DepthSearch:
             return
         self._steps[self.depth] += self._timeline.steps_ended(1, label=self.depth)
         if min(map(len, self._ms.values())) >= ROUNDS:
-            self.depth = fastest({depth: min(ms) for depth, ms in self._ms.items()})
+            self.depth = fastest(self._ms)
             self._is_over = True
             return
         self.depth = min(self._schedule.order(DEPTHS), key=self._steps.__getitem__)

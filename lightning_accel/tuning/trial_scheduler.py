@@ -200,7 +200,7 @@ class Questions:
 
     def _watch(self) -> Course:
         """Watches a settled run: nothing for a while, then a pair, or an audit if steps take longer than before."""
-        self._latest.clear()
+        self._latest = LatestTimes()
         test = PairTest(ALPHA)
         while len(test) < _MAX_PAIRS:
             has_drifted = False

@@ -183,8 +183,8 @@ def test_a_screening_errs_as_often_as_it_says(speed: float, noise: float, faster
 
 
 def test_the_fastest_is_the_first_that_is_not_clearly_slower() -> None:
-    assert fastest({1: 1.02, 2: 1.0, 4: 0.999}) == 1
-    assert fastest({1: 1.2, 2: 1.02, 4: 1.0}) == 2
+    assert fastest({1: [1.3, 1.02], 2: [1.0], 4: [0.999]}) == 1
+    assert fastest({1: [1.2], 2: [1.02], 4: [1.0, 9.0]}) == 2
 
 
 def test_steps_have_drifted_once_they_take_a_fifth_more_than_the_first_did() -> None:
@@ -194,5 +194,3 @@ def test_steps_have_drifted_once_they_take_a_fifth_more_than_the_first_did() -> 
         for _ in range(16):
             latest.append(seconds)
         assert latest.have_drifted is expected
-    latest.clear()
-    assert not latest.have_drifted

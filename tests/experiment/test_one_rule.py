@@ -23,6 +23,7 @@ SCREENS = {
     "data/worker_schedule.py": "epochs of a loader",
     "ops/determinant.py": "ways to a determinant",
     "techniques/activation_offloading.py": "how far ahead tensors are brought back",
+    "techniques/flash_attention/backend_trial.py": "attentions of a site, by each backend",
     "techniques/float8.py": "a linear layer",
     "techniques/layout_trial.py": "operations of a step",
     "tuning/trial_scheduler.py": "steps that have come to take longer",

@@ -21,8 +21,8 @@ from _served_models import accuracy, demo_models, trained_encoder
 from _served_rows import COLUMNS, rows_of, without_folders
 from torch import Tensor, nn
 
-from lightning_accel.core.tolerance import deviation
 from lightning_accel.deploy import compare, form_latency
+from lightning_accel.experiment.tolerance import deviation
 
 SECONDS = 4.0
 EPOCHS = 10, 4  # with merged patches, and with all

@@ -37,7 +37,7 @@ from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks, measure_peaks
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.record_reader import read_record
-from lightning_accel.tuning.pairs import RatioInterval
+from lightning_accel.experiment.pair_test import RatioInterval
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from _turns import Job, Run

@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 from lightning_accel.core.host import Host
-from lightning_accel.core.tolerance import deviation
+from lightning_accel.experiment.tolerance import deviation
 
 CASES = ((32768, 256), (32768, 768), (131072, 256))
 CHECKED_TOKENS = 320

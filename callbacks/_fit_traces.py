@@ -16,7 +16,7 @@ from lightning_accel.callbacks._slow_steps import SlowSteps
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.profilers import is_profiling
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.report import one_line
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import PyTorchProfiler, Trainer
 

@@ -15,9 +15,9 @@ from lightning_accel.evidence.figures import MEND, can_draw
 from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.evidence.speed import Speed
 from lightning_accel.evidence.step_breakdown import MemoryPeak
+from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
-from lightning_accel.tuning.pairs import RatioInterval
 from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart

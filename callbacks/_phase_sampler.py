@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_accel.callbacks._phase_patch import PartsPatch
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.phase_sums import PhaseSums
+from lightning_accel.core.report import one_line
 from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.torch_private.training import exposed_communication, hold_device, told_of_loading
-from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.phase_names import BACKWARD, COMMUNICATION, COMPUTE, DATA, IDLE, OPTIMIZER, REST
 from lightning_accel.lightning.packages import Trainer
 

@@ -24,9 +24,9 @@ from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
 from lightning_accel.callbacks._reporting import leave_report
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Deadline
+from lightning_accel.core.report import one_line
 from lightning_accel.core.step_timeline import StepTally
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
-from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.phase_names import ORDER
 from lightning_accel.evidence.record import (
     MOST_OF_CARD,

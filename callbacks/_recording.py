@@ -19,8 +19,8 @@ from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, techniques_b
 from lightning_accel.callbacks._tracks import add_tracks
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
+from lightning_accel.core.report import one_line
 from lightning_accel.core.torch_private.profilers import memory_snapshot, record_memory_history
-from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.phase_names import COMMUNICATION, DATA, LOGGING
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import say, say_of_rank
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.report import one_line
 from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE
 from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.lightning.packages import Trainer, TrainerFn

@@ -14,7 +14,7 @@ from lightning_accel.callbacks._outcome import FitOutcome, Picture
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.report import one_line
 from lightning_accel.evidence.figures import can_draw, share_bar
 from lightning_accel.evidence.speed import Speed
 from lightning_accel.lightning.packages import Trainer

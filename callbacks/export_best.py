@@ -13,8 +13,8 @@ from lightning_accel.callbacks._announcements import say
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.device import device_of
 from lightning_accel.core.module_copies import plain_copy
+from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.core.trial import one_line
 from lightning_accel.deploy.combinations import FormName, Precision, check_held
 from lightning_accel.deploy.destination import default_path
 from lightning_accel.deploy.exporting import Exported, export

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.report import AccelError, AccelWarning, Report, TechniqueReport
-from lightning_accel.core.trial import VerdictKind
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.technique_run import Decisions, TechniqueRun
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import Technique

@@ -14,9 +14,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.core.report import AccelError, TechniqueReport
-from lightning_accel.core.states import SiteChanged
-from lightning_accel.core.trial import VerdictKind, one_line
+from lightning_accel.core.report import AccelError, TechniqueReport, one_line
+from lightning_accel.core.states import SiteChanged, VerdictKind
 from lightning_accel.techniques.base import Refusal, Technique
 from lightning_accel.techniques.notes import Verdict, Verdicts
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.experiment.pair_schedule import Schedule
 from lightning_accel.experiment.subprocess_runner import Subprocess
 
 if TYPE_CHECKING:
@@ -70,15 +71,15 @@ class RevisionSide:
 
 
 def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> None:
-    """Runs both, A B B A …, after a first run of each that fills caches and does not count. Progress is said.
+    """Runs both in pairs, in an order by a coin, after one run of each that fills caches. Progress is said.
 
     Raises:
         RunError: One came to nothing.
         RecordError: What one left cannot be read.
     """
-    turns = [(a, False), (b, False)]
-    for pair in range(runs):
-        turns += [(side, True) for side in ((a, b) if pair % 2 == 0 else (b, a))]
+    schedule, turns = Schedule(), [(a, False), (b, False)]
+    for _ in range(runs):
+        turns += [(side, True) for side in schedule.order((a, b))]
     for number, (side, counts) in enumerate(turns, start=1):
         first = "" if counts else ", to fill caches"
         _say(f"run {number} of {len(turns)}: {side.letter}, {side.name}{first} ... ", end="")

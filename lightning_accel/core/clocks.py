@@ -1,6 +1,7 @@
 """The clocks: the host's, and a GPU's own timeline by events. No other file reads a clock.
 
-Steps are timed by :mod:`~lightning_accel.core.step_timeline`, short calls by :mod:`~lightning_accel.core.time_calls`.
+Steps are timed by :mod:`~lightning_accel.core.step_timeline`, short calls by
+:mod:`~lightning_accel.experiment.time_calls`.
 """
 
 from __future__ import annotations

@@ -262,3 +262,9 @@ def _grouped(remarks: dict[str, str], shown: int = 6) -> list[str]:
         names = ", ".join(sites[:shown]) + (f", … and {count - shown} more" if count > shown else "")
         lines.append(f"  {names}: {remark}")
     return lines
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in a part of a line: its class and the first line of what it says."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -10,6 +10,9 @@ from lightning_accel.core.measured import Measurement
 
 SiteState = Literal["PROPOSED", "ON", "OFF"]
 
+VerdictKind = Literal["kept", "refused", "failed", "untried", "too_dear"]
+"""What a trial can come to. Only the first two say something of the candidate: the others may be tried again."""
+
 TechniqueState = Literal["off", "unavailable", "waiting", "decided", "left out", "reverted"]
 
 SITE_CHANGES: Mapping[tuple[SiteState | None, SiteState], str] = {

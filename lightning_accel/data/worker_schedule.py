@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
+from lightning_accel.experiment.screening import screen
+
 LEAST_WAIT = 0.05
 """Of the time: who waits for less data gains nothing by loading it sooner."""
 
 MOST_WORKERS = 16
-_FASTER = 0.97  # of what a batch took: less than that is no gain
 _MORE_PREFETCH = 4
 
 
@@ -60,12 +61,12 @@ def course(own: LoaderWorkers, cores: int) -> Course:
         first = count = max(1, min(cores - 1, MOST_WORKERS // 2))
         while count <= MOST_WORKERS and cost.waited >= LEAST_WAIT:
             tried = yield replace(own, count=count)
-            if not tried.running_s < _FASTER * cost.running_s:
+            if screen(cost.running_s, tried.running_s) != "faster":
                 break
             best, cost, count = replace(own, count=count), tried, 2 * count
         if best.count <= first > 1 and cost.waited >= LEAST_WAIT:
             tried = yield replace(own, count=first // 2)
-            if tried.running_s < _FASTER * cost.running_s:
+            if screen(cost.running_s, tried.running_s) == "faster":
                 best, cost = replace(own, count=first // 2), tried
         if not best.count:
             return own
@@ -82,4 +83,4 @@ def course(own: LoaderWorkers, cores: int) -> Course:
 
 
 def _is_faster(one: WorkerCost, other: WorkerCost) -> bool:
-    return one.batch_s < _FASTER * other.batch_s
+    return screen(other.batch_s, one.batch_s) == "faster"

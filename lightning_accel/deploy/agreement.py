@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import Trial, Variant
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
 from lightning_accel.deploy.losses import loss, outputs_of, worst
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 
 Judge = Callable[[nn.Module, Callable[..., Any], list[Arguments]], tuple[str, float]]
 """Of a module, a form of it and some arguments: how it is off, in words, empty where it is not; the largest error."""

@@ -19,8 +19,8 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.device import device_of
 from lightning_accel.core.measured import finite
 from lightning_accel.core.module_copies import plain_copy
+from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import accuracy, form_latency
 from lightning_accel.deploy.accuracy import Judged, Score
 from lightning_accel.deploy.candidates import Candidate, make
@@ -32,7 +32,7 @@ from lightning_accel.deploy.int8 import MissingPackageError, without_deprecation
 from lightning_accel.deploy.losses import measure_of
 from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
-from lightning_accel.tuning.pairs import RatioInterval
+from lightning_accel.experiment.pair_test import RatioInterval
 
 BATCH_SIZES = (1, 8, 32)
 MAX_DROP = 0.01
@@ -117,7 +117,7 @@ def compare(
     max_batches: int = 50,
     seconds: float = 5.0,
 ) -> Comparison:
-    """Measures a model in several forms, taking turns (A B B A), and recommends one.
+    """Measures a model in several forms, taking turns, and recommends one.
 
     That is the fastest at batch 1 of those that are proven faster than the original (the tuner's test of pairs, 95%)
     and whose metrics are worse by ``max_drop`` at most; of forms within 5% the smallest on disk.

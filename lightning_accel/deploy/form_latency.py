@@ -1,4 +1,4 @@
-"""How long calls take, of several forms that take turns: A B C C B A."""
+"""How long calls take, of several forms that take turns, in an order by a coin."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.core.time_calls import time_calls
 from lightning_accel.deploy.inputs import Arguments
-from lightning_accel.tuning.pairs import PairTest, RatioInterval
+from lightning_accel.experiment.pair_test import PairTest, RatioInterval
+from lightning_accel.experiment.time_calls import time_calls
 
 Call = Callable[..., Any]
 
@@ -30,19 +30,12 @@ _ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Latency:
-    """What a call takes, in milliseconds.
+    """What a call takes, in milliseconds."""
 
-    Attributes:
-        p50: The median.
-        p95: The 95th percentile.
-        p99: The 99th percentile.
-        calls: How many were timed.
-    """
-
-    p50: float
-    p95: float
+    p50: float  # the median
+    p95: float  # the 95th percentile
     p99: float
-    calls: int
+    calls: int  # how many were timed
 
 
 def timed(
@@ -50,16 +43,12 @@ def timed(
 ) -> dict[str, list[float]]:
     """Times calls in turns for ``seconds``, ten rounds at least. Returns name → seconds of the call in each round."""
     bound = {name: functools.partial(call, *arguments[0], **arguments[1]) for name, call in calls.items()}
-    rounds: list[dict[str, float]] = []
     with torch.no_grad():
         for call in bound.values():
             for _ in range(WARM_UP):
                 call()
-        deadline = Deadline(seconds)
-        timed_rounds = time_calls({name: functools.partial(_settled, call) for name, call in bound.items()}, device)
-        while len(rounds) < LEAST_ROUNDS or not deadline.is_over():
-            rounds.append(next(timed_rounds))
-    return {name: [took[name] for took in rounds] for name in calls}
+        settled = {name: functools.partial(_settled, call) for name, call in bound.items()}
+        return time_calls(settled, device, rounds=LEAST_ROUNDS, seconds=seconds)
 
 
 def _settled(call: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:

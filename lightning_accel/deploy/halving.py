@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.core.module_copies import plain_copy
+from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import one_line
 from lightning_accel.core.user_frames import users_line
 from lightning_accel.deploy.errors import QuantizeError, users_line_of
 from lightning_accel.deploy.first_divergence import first_off

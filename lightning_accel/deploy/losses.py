@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.core.tolerance import deviation
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.experiment.tolerance import deviation
 
 OF_NORM, OF_WHOLE = "of the outputs' norm", "of the outputs, in whole numbers"
 

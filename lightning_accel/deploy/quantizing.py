@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.module_copies import plain_copy
+from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import one_line
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.combinations import MODES, Mode
 from lightning_accel.deploy.errors import QuantizeError

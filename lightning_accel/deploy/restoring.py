@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.report import one_line
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.int8 import exchanged, without_deprecations
 from lightning_accel.deploy.losses import percent, worst

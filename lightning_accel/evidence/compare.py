@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import BEGINNING, FEWEST, Piece, know_samples, late, mean_ms, per_second
-from lightning_accel.tuning.pairs import RatioInterval
+from lightning_accel.experiment.pair_test import RatioInterval
 
 BLOCKS = 10
 """Of each run; of fewer pieces than that, no interval is told."""

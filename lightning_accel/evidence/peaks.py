@@ -6,14 +6,13 @@ Architectures", 2009, https://doi.org/10.1145/1498765.1498785) asks how near eac
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from lightning_accel.core.time_calls import time_calls
+from lightning_accel.experiment.time_calls import time_calls
 
 _SIZE = {"cpu": 1024, "cuda": 4096}  # of square matrices: large enough to be bound by products
 _COPIED = {"cpu": 1 << 24, "cuda": 1 << 27}  # elements: more than a cache has
@@ -58,5 +57,4 @@ def _best_seconds(device: torch.device, run: Callable[[], object]) -> float:
     repeats = _REPEATS_ON_GPU if device.type == "cuda" else 1
     with torch.no_grad():
         run()
-        rounds = time_calls({"": lambda: nullcontext(run)}, device, repeats=repeats)
-        return min(took[""] for took in itertools.islice(rounds, _ROUNDS))
+        return min(time_calls({"": lambda: nullcontext(run)}, device, rounds=_ROUNDS, repeats=repeats)[""])

@@ -12,7 +12,7 @@ As the distribution has steps, so has what can be promised. The interval is the 
 in 95% of all cases or more: with 5 runs of each in 96.8%, from the third smallest of the 25 differences to the third
 largest; with 4 in 97.1%, from the smallest to the largest; with 3 at most in 90%, so that none is told.
 
-The runs take turns, A B B A. What neighbours share, as the drift of a machine, is then in both: it makes the interval
+The runs take turns, by a coin. What neighbours share, as the drift of a machine, is then in both: it makes the interval
 wider than it had to be, and hardly moves it.
 """
 
@@ -33,7 +33,7 @@ from lightning_accel.evidence.compare import (
 )
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import know_samples, late, per_second
-from lightning_accel.tuning.pairs import RatioInterval
+from lightning_accel.experiment.pair_test import RatioInterval
 
 FEWEST_RUNS = 4
 """Of each: of fewer, no interval is told."""

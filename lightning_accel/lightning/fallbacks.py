@@ -16,8 +16,8 @@ from typing import ClassVar
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_accel.core.report import EditError
-from lightning_accel.core.trial import VerdictKind, one_line
+from lightning_accel.core.report import EditError, one_line
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.oom_recovery import OomRecovery

@@ -17,8 +17,7 @@ from lightning_accel.assembly import NamedFallback, fallbacks_for
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.core.report import AccelWarning
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.report import AccelWarning, one_line
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.oom_page import OPTIMIZER, OomPage
 from lightning_accel.lightning.packages import LightningModule

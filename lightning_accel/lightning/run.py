@@ -16,7 +16,7 @@ from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
-from lightning_accel.core.trial import VerdictKind
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.engine import Engine
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import AutocastPrecision

@@ -22,8 +22,8 @@ from typing_extensions import override
 from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import VerdictKind
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, is_lightnings, own

@@ -8,15 +8,15 @@ from typing import Any
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.experiment.turns import Turns
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import ActionPatch, FetchPatch, hook_action
 from lightning_accel.tuning.trials import LiveTrials
-from lightning_accel.tuning.turns import Turns
 
 _REPEATS = 3  # of a turn that does not count
 
 
-class TrainerTurns(Turns):
+class TrainerTurns(Turns[LiveTrials]):
     """Tells itself of what a Trainer does.
 
     A turn begins where the next batch is asked for, once an optimizer has stepped: arms are switched there, and the

@@ -5,7 +5,6 @@ Measured, not modelled: the block runs, forward and backward, on copies of its r
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.time_calls import time_calls
 from lightning_accel.core.tree import storage_of, storages_of, tensors_in
-from lightning_accel.core.trial_passes import Call, Passes
+from lightning_accel.experiment.passes import Call, Passes
+from lightning_accel.experiment.time_calls import time_calls
 from lightning_accel.memory.meter import END, START, Meter, MeterBusyError
 from lightning_accel.memory.offload import Offloader
 from lightning_accel.memory.recompute import keeps_statistics, recomputed
@@ -157,8 +156,8 @@ def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) 
     device = device_of(passes.module)
     calls = {policy: lambda run=run: nullcontext(passes.prepared(run, args, kwargs)) for policy, run in runs.items()}
     with isolated(passes.module):
-        rounds = list(itertools.islice(time_calls(calls, device), TIMED_RUNS))
-    ms = {policy: 1e3 * min(took[policy] for took in rounds) for policy in runs}
+        seconds = time_calls(calls, device, rounds=TIMED_RUNS)
+    ms = {policy: 1e3 * min(each) for policy, each in seconds.items()}
     # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise, and must not
     # make a roomy budget recompute.
     least = LEAST_EXTRA * ms.get("keep", 0.0)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.torch_private.modes import DispatchMode
 from lightning_accel.core.tree import storages_of, tensors_in
-from lightning_accel.core.trial_passes import Passes
+from lightning_accel.experiment.passes import Passes
 
 
 def kept_bytes(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.core.time_calls import time_calls
+from lightning_accel.experiment.screening import fastest
+from lightning_accel.experiment.time_calls import time_calls
 from lightning_accel.ops.arrays import ArrayT, as_tensors
 from lightning_accel.ops.cholesky import checked, diagonals, factorised, least_deviation
 
 _ROUNDS, _TIMED_S = 10, 0.05
 _FEW = 32
-_CLEARLY_LESS = 0.95  # the clocks of shared machines tell no more
 # In roundings of D numbers. Of 288,000 matrices near singular (of low rank, of kernels, with one small eigenvalue) none
 # that Cholesky refuses got past it; Kahan's (1966), singular without a small pivot, may.
 _MARGIN = 100
@@ -138,23 +138,10 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 def _lu_is_faster(cov: Tensor) -> bool:
     """Times both ways, in turns; False where one of them fails."""
-    failed: list[Any] = []
-
-    def by(way: Callable[[Tensor], _Root | None]) -> AbstractContextManager[Callable[[], object]]:
-        def run() -> None:
-            if way(cov) is None:
-                failed.append(way)
-
-        return nullcontext(run)
-
-    rounds: list[dict[str, float]] = []
-    for took in time_calls({"lu": lambda: by(_by_lu), "cholesky": lambda: by(_by_cholesky)}, cov.device):
-        rounds.append(took)
-        if failed:
-            return False
-        if len(rounds) == _ROUNDS or sum(sum(one.values()) for one in rounds) > _TIMED_S:
-            break
-    return min(one["lu"] for one in rounds) < _CLEARLY_LESS * min(one["cholesky"] for one in rounds)
+    if _by_lu(cov) is None or _by_cholesky(cov) is None:
+        return False
+    ways = {"cholesky": lambda: nullcontext(lambda: _by_cholesky(cov)), "lu": lambda: nullcontext(lambda: _by_lu(cov))}
+    return fastest(time_calls(ways, cov.device, rounds=_ROUNDS, most_s=_TIMED_S)) == "lu"
 
 
 class _SqrtDet(torch.autograd.Function):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lightning_accel.core.allocators import Allocator
 from lightning_accel.core.clocks import Deadline
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import PairTest, price_of_memory
 from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
-from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, WORTH_MEMORY
-from lightning_accel.tuning.pairs import PairTest
 
 ALPHA = 0.01
 """Of 100 machines on which none is faster, at most one gets another than it has."""
@@ -77,7 +75,7 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
             beside = best.name or "as it is"
             try:
                 running[heap.name].turn(_WARM_UP_TURNS)
-                test = _compared(running[best.name], running[heap.name], heap.name, seconds / len(heaps))
+                test = _compared(running[best.name], running[heap.name], seconds / len(heaps))
             except OSError as error:
                 table.append(f"{heap.name}: {error}")
                 continue
@@ -91,14 +89,9 @@ def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
         return HeapResult(best.name, best.environment, tuple(table), is_sure)
 
 
-def _compared(original: _HeapProcess, candidate: _HeapProcess, name: str, seconds: float) -> PairTest:
-    before, rise = original.latest.peak_bytes, candidate.latest.peak_bytes - original.latest.peak_bytes
-    test = PairTest(ALPHA, WORTH_MEMORY if rise > max(LEAST_RISE_BYTES, MEMORY_RISE * before) else 0.0)
-    coin = random.Random(name)
-    deadline = Deadline(seconds)
+def _compared(original: _HeapProcess, candidate: _HeapProcess, seconds: float) -> PairTest:
+    test = PairTest(ALPHA, price_of_memory(original.latest.peak_bytes, candidate.latest.peak_bytes))
+    schedule, deadline = Schedule(), Deadline(seconds)
     while not test.outcome() and len(test) < _MAX_PAIRS and (len(test) < _MIN_PAIRS or not deadline.is_over()):
-        took = [math.nan, math.nan]
-        for side in coin.sample((0, 1), 2):
-            took[side] = (original, candidate)[side].turn()
-        test.add(*took)
+        test.add(*schedule.pair(original.turn, candidate.turn))
     return test

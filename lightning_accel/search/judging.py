@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import LEAST_RISE_BYTES, MEMORY_RISE, PairTest
 from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.worker import Block
-from lightning_accel.tuning.comparison import LEAST_RISE_BYTES, MEMORY_RISE, Result, Verdict
-from lightning_accel.tuning.pairs import PairTest
+from lightning_accel.tuning.comparison import Result, Verdict
 
 Objective = Literal["speed", "memory", "balanced"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -141,15 +141,10 @@ def judged(name: str, original: SetupSide, candidate: SetupSide, test: PairTest,
     """
     pair_s = sum(side.facts.block_s(side.settle) for side in (original, candidate))
     max_pairs = min(MAX_PAIRS, max(MIN_PAIRS, int(seconds / pair_s)))
+    schedule = Schedule()
     verdict: Verdict | Literal[""] = ""
     while not verdict:
-        sides = [original, candidate]
-        took = {}
-        if random.Random(f"{name}, pair {len(test)}").randrange(2):
-            sides.reverse()
-        for side in sides:
-            took[side.run] = side.seconds()
-        test.add(took[original.run], took[candidate.run])
+        test.add(*schedule.pair(original.seconds, candidate.seconds))
         verdict = test.outcome() or ("cannot tell" if len(test) >= max_pairs else "")
     turns = len(test) * (original.facts.block_turns + candidate.facts.block_turns)
     return Result(name, verdict, test.interval(), turns)

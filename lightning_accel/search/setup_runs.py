@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_accel.core.host import Host
+from lightning_accel.experiment.pair_test import MEMORY_RISE, PairTest, RatioInterval
 from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
 from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import (
@@ -22,8 +23,7 @@ from lightning_accel.search.judging import (
 from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
-from lightning_accel.tuning.comparison import MEMORY_RISE, Result, Verdict
-from lightning_accel.tuning.pairs import PairTest, RatioInterval
+from lightning_accel.tuning.comparison import Result, Verdict
 from lightning_accel.tuning.trial_scheduler import ALPHA
 
 NOTHING_TOLD = RatioInterval(1.0, 0.0, math.inf)

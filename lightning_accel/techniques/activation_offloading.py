@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,8 @@ from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.step_timeline import StepTimeline
-from lightning_accel.core.trial import NOT_SLOWER
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.screening import fastest
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved_tensors import saving
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
@@ -179,7 +179,7 @@ class DepthSearch:
         self._ms = ms = {depth: list[float]() for depth in DEPTHS}  # of each step
         self._steps = dict.fromkeys(DEPTHS, 0)  # how many there were, also of those whose time is not known yet
         self._timeline = StepTimeline(clock_for(device), lambda step: ms[step.label].append(step.cycle_ms))
-        self._is_over = False
+        self._schedule, self._is_over = Schedule(), False
 
     def describe(self) -> str:
         """The depth, and whence it is."""
@@ -196,12 +196,10 @@ class DepthSearch:
             return
         self._steps[self.depth] += self._timeline.steps_ended(1, label=self.depth)
         if min(map(len, self._ms.values())) >= ROUNDS:
-            medians = {depth: statistics.median(ms) for depth, ms in self._ms.items()}
-            self.depth = min(depth for depth in DEPTHS if medians[depth] <= NOT_SLOWER * min(medians.values()))
+            self.depth = fastest(self._ms)
             self._is_over = True
             return
-        # In turns: whatever drifts in the course of a run hits all of them.
-        self.depth = min(DEPTHS, key=lambda depth: self._steps[depth])
+        self.depth = min(self._schedule.order(DEPTHS), key=self._steps.__getitem__)
 
     def interrupt(self) -> None:
         """Something else than a training step happens: the time until the next one tells nothing."""

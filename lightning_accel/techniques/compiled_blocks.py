@@ -16,7 +16,8 @@ from lightning_accel.core.patch import Patch, applied, temporarily
 from lightning_accel.core.torch_private import modules
 from lightning_accel.core.torch_private.compilation import compiled_call, inductor_options, set_compiled_call
 from lightning_accel.core.tree import changeable_argument, tensors_in
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.notes import Verdict
 

@@ -19,7 +19,8 @@ from typing_extensions import override
 from lightning_accel.core.compiled import eager_call
 from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compiled_blocks import CompilePatch
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError

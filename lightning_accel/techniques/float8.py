@@ -22,10 +22,13 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet, applied
+from lightning_accel.core.report import one_line
 from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import NOT_SLOWER, Trial, Variant, one_line
-from lightning_accel.core.trial_passes import Passes
+from lightning_accel.experiment.passes import Passes
+from lightning_accel.experiment.screening import screen
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.notes import Verdict, Verdicts
@@ -237,7 +240,7 @@ class Float8(Technique):
             return Verdict(found.kind, found.failure)
         before, after = found.original_ms, found.candidate_ms
         words = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
-        return Verdict("kept" if after * NOT_SLOWER < before else "refused", words, measured=found.measured())
+        return Verdict("kept" if screen(before, after) == "faster" else "refused", words, measured=found.measured())
 
     @override
     def forecast(self, host: Host) -> Forecast:

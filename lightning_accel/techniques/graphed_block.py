@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from lightning_accel.core.isolation import no_cast_cache
 from lightning_accel.core.random_streams import TORCHS
+from lightning_accel.core.report import one_line
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules, parts_of
 from lightning_accel.core.tree import leaves, map_tensors, tensors_in
-from lightning_accel.core.trial import one_line
 
 Forward = Callable[..., Any]
 Capture = Callable[[Forward, tuple[Tensor, ...]], Forward]

@@ -15,7 +15,8 @@ from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.cuda_capture import capture_on_cuda

@@ -18,7 +18,9 @@ from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.experiment.screening import screen
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.notes import Verdict
 
@@ -39,8 +41,6 @@ _TIMED = _CONVOLUTIONS | frozenset(
         *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "pad"),
     )
 )
-_MAX_PAIRS = 2  # that are timed of each kind of call; a step has tens of them
-_WORTH = 0.97  # of the time: what was not timed (copies at the edges, code between) may take more in another layout
 
 
 def breaks_the_heap(kernel_size: Sequence[int], stride: Sequence[int], in_channels: int) -> bool:
@@ -95,7 +95,8 @@ class LayoutTrial(TorchFunctionMode):
             return Verdict("kept", measured=figures)
         measured = f"convolutions, norms and pooling at {before / after:.2f}x the speed here"
         reason = f"{measured} ({before:.1f} → {after:.1f} ms a step)"
-        return Verdict("kept" if after <= _WORTH * before else "refused", reason, measured=figures)
+        # As fast is not enough: what was not timed (copies at the edges, code between) may take more in another layout.
+        return Verdict("kept" if screen(before, after) == "faster" else "refused", reason, measured=figures)
 
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
@@ -106,7 +107,6 @@ class LayoutTrial(TorchFunctionMode):
             args,
             kwargs,
             with_gradients=torch.is_grad_enabled(),
-            max_pairs=_MAX_PAIRS,
             keeps_kernels=True,  # what oneDNN builds for a shape, megabytes for a network, among the step's tensors
             purse=self._purse,
             convolves=name in _CONVOLUTIONS,

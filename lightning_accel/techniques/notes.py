@@ -9,7 +9,7 @@ from typing import Any, get_args
 from typing_extensions import Self
 
 from lightning_accel.core.measured import Measurement
-from lightning_accel.core.trial import VerdictKind
+from lightning_accel.core.states import VerdictKind
 
 
 @dataclass(frozen=True)

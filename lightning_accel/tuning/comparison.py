@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_accel.tuning.pairs import PairTest, RatioInterval
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import PairTest, RatioInterval, price_of_memory
 
 Choices = Mapping[str, str]
 """Arm → its choice. Arms that are not named are off."""
@@ -25,56 +26,31 @@ Verdict = Literal[
     "refused in its trial",
 ]
 
-MEMORY_RISE = 0.02
-"""If peak memory grows by this share or more, the candidate has to win time for it."""
-
-LEAST_RISE_BYTES = 16 << 20
-"""Bytes. A smaller difference in memory may occur between two equal steps."""
-
 _DELAYED = 3  # so many times what most turns take more is what others have delayed, where they delay the original too:
 _SHOWN_BY = 20  # so many of its turns show that
 _LOOKS = 3  # at the peak, of each side
 
-WORTH_MEMORY = math.log(1.1)
-"""The time that an arm has to win for more memory, as the log of a ratio."""
-
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: a training step, or all steps between two steps of the optimizer.
+    """One turn: a training step, or all steps between two steps of the optimizer."""
 
-    Attributes:
-        choices: How it runs.
-        side: 0 for the original, 1 for the candidate.
-        pair: Which pair it is one half of; None: it only pays for a switch, and is not counted.
-    """
-
-    choices: Choices
-    side: int = 0
-    pair: int | None = None
+    choices: Choices  # how it runs
+    side: int = 0  # 0 for the original, 1 for the candidate
+    pair: int | None = None  # which pair it is one half of; None: it only pays for a switch, and is not counted
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a comparison ended, in plain values, for checkpoints and JSON.
+    """How a comparison ended, in plain values, for checkpoints and JSON."""
 
-    Attributes:
-        name: What was compared.
-        verdict: In a word or two.
-        interval: How many times as fast the candidate is as the original, and how sure that is.
-        turns: How many turns were counted.
-        original: What was chosen for one side.
-        candidate: And for the other.
-        peak_bytes: The most memory that a turn of either has held; empty where that was not seen.
-    """
-
-    name: str
+    name: str  # what was compared
     verdict: Verdict
-    interval: RatioInterval
-    turns: int
-    original: dict[str, str] = field(default_factory=dict)
-    candidate: dict[str, str] = field(default_factory=dict)
-    peak_bytes: tuple[int, ...] = ()
+    interval: RatioInterval  # how many times as fast the candidate is as the original
+    turns: int  # how many were counted
+    original: dict[str, str] = field(default_factory=dict)  # what was chosen for one side
+    candidate: dict[str, str] = field(default_factory=dict)  # and for the other
+    peak_bytes: tuple[int, ...] = ()  # the most memory that a turn of either has held; empty where that was not seen
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:
@@ -92,20 +68,7 @@ class Result:
 
 
 class ArmComparison:
-    """Compares an original with a candidate, in pairs of turns.
-
-    Args:
-        name: Of the arm, or of the whole plan.
-        original: How a step runs that everybody falls back to.
-        candidate: How it runs otherwise.
-        settle: Turns after a switch that are not counted.
-        test: What judges its pairs; one that was begun earlier, of the same two sides, goes on.
-        max_pairs: After so many nothing can be told, unless the candidate is about to win.
-        most_pairs: After so many in no case.
-        allowance: What the candidate may cost, in turns of a plain run.
-        original_gain: How many times as fast as a plain run the original is: only what is slower than plain costs.
-        has_setup: Whether the candidate's first turn sets something up, after which another one fills the caches.
-    """
+    """Compares an original with a candidate, in pairs of turns."""
 
     def __init__(
         self,
@@ -113,13 +76,14 @@ class ArmComparison:
         original: Choices,
         candidate: Choices,
         *,
-        settle: int,
-        test: PairTest,
-        max_pairs: int,
-        most_pairs: int,
-        allowance: float,
-        original_gain: float = 1.0,
-        has_setup: bool = False,
+        settle: int,  # turns after a switch that are not counted
+        schedule: Schedule,
+        test: PairTest,  # one that was begun earlier, of the same two sides, goes on
+        max_pairs: int,  # after which nothing can be told, unless the candidate is about to win
+        most_pairs: int,  # after which it cannot in any case
+        allowance: float,  # what the candidate may cost, in turns of a plain run
+        original_gain: float = 1.0,  # over a plain run: only what is slower than plain costs
+        has_setup: bool = False,  # in the candidate's first turn, after which another one fills the caches
     ) -> None:
         self.name = name
         self.original, self.candidate = original, candidate
@@ -136,32 +100,28 @@ class ArmComparison:
         self._excess: list[float] = []  # of its turns over a plain one, in these
         self._original_s: list[float] = []  # of the original's
         self._charged = 0.0
-        self._schedule = self._turns()
+        self._turns = self._all_turns(schedule)
         self._peaks: dict[int, int] = {}
         self._looks = [0, 0]  # at them, of each side
         self._failure: Verdict | None = None
 
     def next_turn(self) -> Turn:
         """Whose turn it is."""
-        return next(self._schedule)
+        return next(self._turns)
 
-    def _turns(self) -> Iterator[Turn]:
+    def _all_turns(self, schedule: Schedule) -> Iterator[Turn]:
         side = 0
         for side in (0, 1):  # for the first time: caches fill, kernels are chosen, memory is found
             for _ in range(1 + self._settle + side * self._has_setup):
                 yield Turn(self._sides[side], side)
-        pair = self._first_pair
-        while True:
-            # A coin of our own, which falls alike on all ranks and touches no random stream of the user's.
-            first = random.Random(f"{self.name}, pair {pair}").randrange(2)
-            for here in (first, 1 - first):
+        for pair in itertools.count(self._first_pair):
+            for here in schedule.order((0, 1)):
                 if here != side:
                     for _ in range(self._settle):
                         yield Turn(self._sides[here], here)
                 side = here
                 for _ in range(self._length):
                     yield Turn(self._sides[here], here, pair)
-            pair += 1
 
     def took(self, turn: Turn, seconds: float | None) -> bool:
         """Takes the time of a turn; None if something else came in between. Returns whether a pair is complete."""
@@ -224,12 +184,6 @@ class ArmComparison:
         """The mean seconds that a turn of the candidate saves against the original."""
         return self._test.gain_s
 
-    @property
-    def raises_memory(self) -> bool:
-        if len(self._peaks) < 2:
-            return False
-        return self._peaks[1] - self._peaks[0] > max(MEMORY_RISE * self._peaks[0], LEAST_RISE_BYTES)
-
     def result(self) -> Result | None:
         """The result; None while the comparison goes on."""
         verdict = self._verdict()
@@ -244,9 +198,9 @@ class ArmComparison:
     def _verdict(self) -> Verdict | None:
         if self._failure is not None:
             return self._failure
-        self._test.worth = WORTH_MEMORY if self.raises_memory else 0.0
+        self._test.worth = price_of_memory(self._peaks[0], self._peaks[1]) if len(self._peaks) == 2 else 0.0
         outcome = self._test.outcome()
-        if outcome == "not faster" and self.raises_memory:
+        if outcome == "not faster" and self._test.worth:
             return "needs more memory"
         if outcome:
             return outcome

@@ -6,28 +6,22 @@ import torch
 
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.engine import Engine
+from lightning_accel.experiment.turns import Turns
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.turns import Turns
 
 _QUIET_STEPS = 2  # after the trials of the parts, for caches to fill
 
 
 class LoopTuning:
-    """Has the arms of an engine take turns on the steps of a loop.
-
-    Args:
-        engine: At work on the model.
-        device: The model's.
-        steps: How many training steps there will be, about.
-    """
+    """Has the arms of an engine take turns on the ``steps`` of a loop, or about as many."""
 
     def __init__(self, engine: Engine, device: torch.device, steps: int) -> None:
         self._engine, self._device, self._steps_left = engine, device, steps
         self._quiet_steps = 0
         self._is_closed = False
-        self._turns = Turns()
+        self._turns: Turns[LiveTrials] = Turns()
 
     @property
     def tuning(self) -> Tuning | None:

@@ -10,16 +10,19 @@ step has drifted, keep the promise that it is never slower than plain.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import torch
+
 from lightning_accel.core.purse import Purse
+from lightning_accel.experiment.pair_schedule import Schedule
+from lightning_accel.experiment.pair_test import PairTest
+from lightning_accel.experiment.screening import LATEST, LatestTimes
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
-from lightning_accel.tuning.pairs import PairTest
-from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.trial_budget import TrialBudget
+from lightning_accel.tuning.tuning_result import WHOLE, Tuning
 from lightning_accel.tuning.warmup_costs import LEAST_LATEST, Setups
 
 ALPHA = 0.01
@@ -28,106 +31,49 @@ ALPHA = 0.01
 MIN_TURNS = 60
 """The least number of turns. A shorter run cannot find out what pays: earlier runs or the rules decide for it."""
 
-WATCH_EVERY = 100
-"""The number of turns of a settled run from one pair to the next."""
-
-HEAD_START = 50
-"""The number of turns of a long run with a proven plan before its audit, if it is faster at a first look."""
-
-DRIFT = 1.2
-"""If a settled step takes so many times as long as before, a new audit begins."""
-
-WHOLE, AUDIT = "whole plan", "audit"
-LATEST = 16  # turns, whose median tells of drift
+AUDIT = "audit"
+_WATCH_EVERY = 100  # turns of a settled run, from one pair to the next
+_HEAD_START = 50  # turns of a long run with a proven plan before its audit, if it is faster at a first look
 _ENDLESS = 1e9  # turns
 _MAX_PAIRS = 200  # of one comparison, in the longest of runs
 _MIN_PAIRS = 14  # that can prove anything, a bad pair among them
 _WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
 _PROMISING_SHARE = 0.5  # the same while it is about to be won
 _CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # whatever it may gain
-_LEAST_ALLOWANCE = 0.3  # turns
 _LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
-
-
-def allowance(turns: float) -> float:
-    """The turns that slower arms may cost in a run: 5% of 100 turns, 2% of 1,000 turns or more."""
-    return 0.05 * turns if turns <= 100 else max(0.02 * turns, 5 + (turns - 100) / 60)
 
 
 Course = Generator[ArmComparison | None, Result | None, None]
 
 
 class Questions:
-    """Asks the questions about the arms of a run, as comparisons. Its caller runs their turns.
-
-    Args:
-        arms: What can be switched.
-        turns: How many turns the run has, at least about; infinite where it does not end by itself.
-        say: Told of what is decided, in a line each.
-        gather: Maps a value of this process to those of all, in the order of their ranks; None with one process.
-        known: What holds by earlier trials.
-        purse: What the run may pay; None: what its length allows.
-
-    Attributes:
-        tuning: What they have come to.
-    """
+    """Asks the questions about the arms of a run, as comparisons. Its caller runs their turns."""
 
     def __init__(
         self,
         arms: Sequence[Arm],
-        turns: float,
+        turns: float,  # of the run, at least about; infinite where it does not end by itself
         *,
-        say: Callable[[str], None],
-        gather: Callable[[Any], list[Any]] | None,
-        known: Tuning | None,
-        purse: Purse | None = None,
+        say: Callable[[str], None],  # told of what is decided, in a line each
+        gather: Callable[[Any], list[Any]] | None,  # from one value to those of all ranks; None with one process
+        known: Tuning | None,  # by earlier trials
+        purse: Purse | None = None,  # what the run may pay; None: what its length allows
     ) -> None:
         whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
         self.tuning = known or Tuning(whole)
         self._is_own = known is not None and not known.is_earlier  # settled by this run, before it began again
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
-        self._left, self._own_allowance, self._purse = turns, allowance(turns), purse
-        self._drop_what_pays_later(turns)
+        seed = torch.initial_seed()
+        self._schedule = Schedule(seed if gather is None else gather(seed)[0])
+        self._left, self._budget = turns, TrialBudget(turns, purse)
+        self._setups.drop_what_pays_later(turns)
         self._say = say
-        self._latest: deque[float] = deque(maxlen=LATEST)
-        self._settled_s: float | None = None
-
-    def _drop_what_pays_later(self, turns: float) -> None:
-        """Removes from an earlier run's plan what takes longer to set up than this run lasts."""
-        tuning = self.tuning
-        for name in list(tuning.choices):
-            pays_after = tuning.pays_after(name)
-            if pays_after is None or pays_after <= turns:
-                continue
-            del tuning.choices[name]
-            self._setups.decline(name, f"not here: it pays after {pays_after:,} steps")
-            # The whole plan of the first question is without such arms.
-            whole = tuning.results.get(WHOLE)
-            tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
-
-    @property
-    def _allowance(self) -> float:
-        """The turns that slower arms may still cost this run."""
-        if self._purse is None or self._purse.turn_s is None:
-            return self._own_allowance
-        return self._purse.left_s / self._purse.turn_s
+        self._latest = LatestTimes()
 
     def _waits_for_money(self) -> bool:
         """Whether the run cannot pay for a question yet, but will be able to."""
-        if self._purse is None or self._purse.turn_s is None or self._allowance >= 1:
-            return False
-        return self._purse.to_come_s > self._purse.turn_s and self._left > 2 * MIN_TURNS
-
-    def _spend(self, turns: float) -> None:
-        """Records how much longer turns were than plain ones. A negative time was won, and may be spent again."""
-        self._own_allowance -= turns
-        if self._purse is None or self._purse.turn_s is None:
-            return
-        if turns > 0:
-            self._purse.pay("slower ways on trial", turns * self._purse.turn_s)
-        else:
-            self._purse.earn(-turns * self._purse.turn_s)
+        return self._left > 2 * MIN_TURNS and self._budget.is_to_come
 
     def _all_questions(self, is_trusted: bool) -> Course:
         """Yields one comparison after the other, and None while there is none. It is sent the result of each."""
@@ -136,7 +82,7 @@ class Questions:
         if self._arms and self._left >= least_turns and not is_trusted:
             yield from self._settled_by(self._later_questions() if tuning.is_settled else self._first_questions())
         elif not (tuning.is_settled or is_trusted):
-            is_asked = self._purse is None  # else what no steps can prove is not to stay
+            is_asked = self._budget.purse is None  # else what no steps can prove is not to stay
             self._hold({n: choice for n, choice in tuning.choices.items() if is_asked and not self._arms[n].starts_off})
         while True:
             yield from self._watch()
@@ -168,10 +114,10 @@ class Questions:
         """Audits, after a while, what an earlier run has settled; then asks what could not be asked before."""
         held, is_own = self.tuning.choices, self._is_own
         proven = held if self.tuning.is_proven else None
-        if proven is not None and not is_own and self._left >= HEAD_START + 2 * self._least_turns({}, held):
+        if proven is not None and not is_own and self._left >= _HEAD_START + 2 * self._least_turns({}, held):
             first_look = PairTest(ALPHA)
             yield self._comparing("plain", {}, held, first_look, 2, 2)
-            for _ in range(HEAD_START if first_look.is_mostly_faster else 0):
+            for _ in range(_HEAD_START if first_look.is_mostly_faster else 0):
                 yield None
         if not is_own:
             yield from self._audit(proven)
@@ -212,14 +158,13 @@ class Questions:
 
     def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
         # An audit may follow, which takes as long at least.
-        least = 0.0 if self._purse is None else 1.0  # turns, which a question may cost before its answer is known
-        if self._allowance <= least or self._left < 2 * self._least_turns(original, candidate):
+        if not self._budget.is_enough or self._left < 2 * self._least_turns(original, candidate):
             return False
-        if not self._setups.is_affordable(arm, self._allowance, self._latest):
+        if not self._setups.is_affordable(arm, self._budget.turns, self._latest):
             return False
         if arm.gain_ms is None or not self._latest:
             return True
-        return arm.gain_ms / 1e3 >= _LEAST_GAIN * statistics.median(self._latest)
+        return arm.gain_ms / 1e3 >= _LEAST_GAIN * self._latest.typical_s
 
     def _audit(self, proven: Choices | None = None) -> Course:
         """Compares what holds with the plain run. If it has not won, its smallest arm goes, until nothing is left.
@@ -255,14 +200,13 @@ class Questions:
 
     def _watch(self) -> Course:
         """Watches a settled run: nothing for a while, then a pair, or an audit if steps take longer than before."""
-        self._latest.clear()
-        self._settled_s = None
+        self._latest = LatestTimes()
         test = PairTest(ALPHA)
         while len(test) < _MAX_PAIRS:
             has_drifted = False
-            for turn in range(WATCH_EVERY):
+            for turn in range(_WATCH_EVERY):
                 yield None
-                if turn % LATEST == 0 and (has_drifted := self._has_drifted()):
+                if turn % LATEST == 0 and (has_drifted := self._latest.have_drifted):
                     break
             held = self.tuning.choices
             if not held or self._left < self._least_turns({}, held):  # no audit could end any more
@@ -283,13 +227,8 @@ class Questions:
     def _note_settled(self, seconds: float | None) -> None:
         if seconds is None:
             return
-        self._spend(1 / self._sure_gain - 1)
+        self._budget.spend(1 / self.tuning.sure_gain - 1)
         self._latest.append(seconds)
-        if self._settled_s is None and len(self._latest) == LATEST:
-            self._settled_s = statistics.median(self._latest)
-
-    def _has_drifted(self) -> bool:
-        return self._settled_s is not None and statistics.median(self._latest) > DRIFT * self._settled_s
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -319,12 +258,12 @@ class Questions:
             original,
             candidate,
             settle=self._settle(original, candidate),
+            schedule=self._schedule,
             test=test,
             max_pairs=max_pairs,
             most_pairs=most_pairs,
-            # Half of it, as an audit may follow; but some of a turn, or a single hiccup would decide.
-            allowance=max(_LEAST_ALLOWANCE if self._purse is not None else 0.0, self._allowance / 2),
-            original_gain=self._gain() if original else 1.0,
+            allowance=self._budget.of_comparison,
+            original_gain=self.tuning.gain if original else 1.0,
             has_setup=self._setups.pending_in(candidate),
         )
 
@@ -340,16 +279,6 @@ class Questions:
     def _turns_a_pair(self, original: Choices, candidate: Choices) -> float:
         settle = self._settle(original, candidate)
         return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
-
-    def _gain(self) -> float:
-        """The estimated speed of what holds, as a multiple of the plain run's."""
-        whole = self.tuning.whole
-        return max(1.0, whole.interval.ratio) if whole is not None and self.tuning.choices else 1.0
-
-    @property
-    def _sure_gain(self) -> float:
-        """The lower bound of that speed."""
-        return max(1.0, self.tuning.whole.interval.low) if self.tuning.whole and self.tuning.is_proven else 1.0
 
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
         self.tuning.choices = {name: choice for name, choice in choices.items() if name not in self._setups.lost}

@@ -6,7 +6,6 @@ how, which count, and what is switched between them.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,29 +21,19 @@ _GATHERED_EVERY = 8  # turns, by several ranks
 
 
 class LiveTrials(Questions):
-    """Decides which arms a run has, by turns of its own.
-
-    Args:
-        arms: As of :class:`Questions`; likewise ``turns``, ``say``, ``gather``, ``known`` and ``purse``.
-        put: Told, before a turn, of what is chosen for it, after the arms have been.
-        peak: A window on the memory of the device; None where none can be had.
-        is_trusted: Whether it does without an audit: a resumed run's own, say. Else a run that is long enough has one.
-
-    Attributes:
-        is_over: Whether the rest of the run is the user's own code: nobody needs to tell of turns any more.
-    """
+    """Decides which arms a run has, by turns of its own."""
 
     def __init__(
         self,
         arms: Sequence[Arm],
         turns: float,
         *,
-        put: Callable[[Choices], None] = lambda choices: None,
+        put: Callable[[Choices], None] = lambda choices: None,  # told of a turn's choices, after the arms have been
         say: Callable[[str], None] = lambda line: None,
-        peak: PeakMemory | None = None,
+        peak: PeakMemory | None = None,  # a window on the memory of the device, where one can be had
         gather: Callable[[Any], list[Any]] | None = None,
         known: Tuning | None = None,
-        is_trusted: bool = False,
+        is_trusted: bool = False,  # whether it does without an audit: a resumed run's own, say
         purse: Purse | None = None,
     ) -> None:
         super().__init__(arms, turns, say=say, gather=gather, known=known, purse=purse)
@@ -59,7 +48,7 @@ class LiveTrials(Questions):
         self._metered: tuple[ArmComparison, Turn] | None = None  # whose peak of memory is being looked at
         self._peaks: list[tuple[ArmComparison, Turn, int]] = []  # not heard of yet
         self._has_given_up = False
-        self.is_over = False
+        self.is_over = False  # whether the rest of the run is the user's own code: nobody needs to tell of turns
         self._comparison: ArmComparison | None = None
         self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
 
@@ -180,14 +169,14 @@ class LiveTrials(Questions):
             self._timed.popleft()
             asking, turn = self._pending.popleft()
             seconds = None if turn is self._set_up else seconds
-            if self._purse is not None and seconds is not None and not turn.choices:
-                self._purse.step_took(seconds / self._purse.steps_a_turn)  # the first ones may have been slow
+            if (purse := self._budget.purse) is not None and seconds is not None and not turn.choices:
+                purse.step_took(seconds / purse.steps_a_turn)  # the first ones may have been slow
             if asking is None:
                 self._note_settled(seconds)
             elif not self.tuning.is_settled and seconds is not None:
                 self._latest.append(seconds)
             if asking is not None and asking is self._comparison and asking.took(turn, seconds):
-                self._spend(asking.charge())
+                self._budget.spend(asking.charge())
                 self._conclude()
 
     def _conclude(self) -> None:
@@ -200,7 +189,7 @@ class LiveTrials(Questions):
     def _end_setups(self) -> None:
         seconds = self._setups.end()
         if self._latest:  # else it is an earlier run's plan that was set up, and this run is not charged for trials
-            self._spend(seconds / statistics.median(self._latest))
+            self._budget.spend(seconds / self._latest.typical_s)
         if self._comparison is not None and self._comparison.name.partition("=")[0] in self._setups.lost:
             self._comparison.failed("refused in its trial")
             self._conclude()

@@ -11,35 +11,36 @@ from typing import Any
 from lightning_accel.core.report import TechniqueReport
 from lightning_accel.tuning.comparison import Result
 
+WHOLE = "whole plan"  # the name of its comparison with the plain run
+
 
 @dataclass
 class Tuning:
-    """What live trials have come to, for the report, the checkpoint and the cache.
+    """What live trials have come to, for the report, the checkpoint and the cache."""
 
-    Attributes:
-        choices: What holds: arm → choice.
-        results: Of each comparison, by its name.
-        whole: The latest comparison of all that holds with the plain run.
-        is_settled: Whether nothing more is to be decided.
-        is_earlier: Whether ``whole`` was measured by an earlier run, and no audit of this one has replaced it.
-        setup_s: Seconds that arms took before they could be had, by their names.
-        gain_s: Seconds that such an arm wins in a turn.
-        of_turns: How many turns the run had that has settled it.
-    """
-
-    choices: dict[str, str] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
-    whole: Result | None = None
-    is_settled: bool = False
-    is_earlier: bool = False
-    setup_s: dict[str, float] = field(default_factory=dict)
-    gain_s: dict[str, float] = field(default_factory=dict)
-    of_turns: float = 0.0
+    choices: dict[str, str] = field(default_factory=dict)  # what holds: arm → choice
+    results: dict[str, Result] = field(default_factory=dict)  # of each comparison, by its name
+    whole: Result | None = None  # the latest comparison of all that holds with the plain run
+    is_settled: bool = False  # whether nothing more is to be decided
+    is_earlier: bool = False  # whether an earlier run has measured `whole`, and no audit of this one has replaced it
+    setup_s: dict[str, float] = field(default_factory=dict)  # that arms took before they could be had, by their names
+    gain_s: dict[str, float] = field(default_factory=dict)  # that such an arm wins in a turn
+    of_turns: float = 0.0  # how many turns the run had that has settled it
 
     @property
     def is_proven(self) -> bool:
         """Whether what holds was shown to be faster than the plain run."""
         return bool(self.choices) and self.whole is not None and self.whole.is_won
+
+    @property
+    def gain(self) -> float:
+        """The estimated speed of what holds, as a multiple of the plain run's."""
+        return max(1.0, self.whole.interval.ratio) if self.whole is not None and self.choices else 1.0
+
+    @property
+    def sure_gain(self) -> float:
+        """The lower bound of that speed."""
+        return max(1.0, self.whole.interval.low) if self.whole is not None and self.is_proven else 1.0
 
     def is_open_for(self, turns: float) -> bool:
         """Whether the plain run holds, and a run of so many turns can spend more on what was not found or not asked."""

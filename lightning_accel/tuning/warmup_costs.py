@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from lightning_accel.experiment.screening import LatestTimes
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Result
-from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.tuning_result import WHOLE, Tuning
 
 LEAST_LATEST = 3  # turns by whose time seconds are told from turns
 
 
 class Setups:
-    """The setups of one run's arms: :class:`~lightning_accel.techniques.arms.ArmSetup`.
-
-    Args:
-        arms: All of the run.
-        tuning: Where costs and gains are noted.
-        gather: As live trials have it.
-    """
+    """The setups of one run's arms: :class:`~lightning_accel.techniques.arms.ArmSetup`."""
 
     def __init__(self, arms: Iterable[Arm], tuning: Tuning, gather: Callable[[Any], list[Any]] | None) -> None:
         self._arms = {arm.name: arm for arm in arms if arm.setup is not None}
@@ -44,18 +38,12 @@ class Setups:
         """Whether running so begins with a setup."""
         return any(name in self._arms and name not in self._begun for name in choices)
 
-    def is_affordable(self, arm: Arm, allowance: float, latest: Sequence[float]) -> bool:
-        """Whether the run may lose as much as the arm's setup will take.
-
-        Args:
-            arm: With a setup, or without.
-            allowance: What the run may still lose, in turns.
-            latest: What the latest turns took, in seconds.
-        """
+    def is_affordable(self, arm: Arm, allowance: float, latest: LatestTimes) -> bool:
+        """Whether the run may lose as much as the arm's setup will take; ``allowance`` is in turns."""
         if arm.setup is None or arm.name in self._begun:
             return True
         expected_s = self._tuning.setup_s.get(arm.name) or max(self._of_all_ranks(arm.setup.expected_s()))
-        self.may_take_s = allowance * statistics.median(latest)
+        self.may_take_s = allowance * latest.typical_s
         if expected_s <= self.may_take_s:
             return True
         arm.setup.decline(
@@ -63,11 +51,19 @@ class Setups:
         )
         return False
 
-    def decline(self, name: str, reason: str) -> None:
-        """Tells an arm that it is not to be had in this run."""
-        setup = self._arms[name].setup if name in self._arms else None
-        if setup is not None:
-            setup.decline(reason)
+    def drop_what_pays_later(self, turns: float) -> None:
+        """Removes from an earlier run's plan what takes longer to set up than this run of so many turns lasts."""
+        tuning = self._tuning
+        for name in list(tuning.choices):
+            pays_after = tuning.pays_after(name)
+            if pays_after is None or pays_after <= turns:
+                continue
+            del tuning.choices[name]
+            if name in self._arms and (setup := self._arms[name].setup) is not None:
+                setup.decline(f"not here: it pays after {pays_after:,} steps")
+            # The whole plan of the first question is without such arms.
+            whole = tuning.results.get(WHOLE)
+            tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
 
     def begin(self, arm: Arm, choice: str) -> None:
         """Called before an arm is chosen: begins its setup where it has one, and it is the first time."""

@@ -14,13 +14,12 @@ from lightning_accel import Plan
 from lightning_accel.claims import row_18_rocm, row_19_xla
 from lightning_accel.claims.claim import NotHereError, verdict_of
 from lightning_accel.cli.decisions import ExampleModel
-from lightning_accel.core import trial
+from lightning_accel.experiment import trial
 
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(trial, "MIN_PAIRS", 1)
-    monkeypatch.setattr(trial, "MAX_PAIRS", 1)
+    monkeypatch.setattr(trial, "PAIRS", 1)
     monkeypatch.setattr(row_18_rocm, "STEPS", 4)
     yield
     torch._dynamo.reset()

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.cli.decisions import ExampleModel
-from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
+from lightning_accel.experiment import trial
 from lightning_accel.settings import Plan
 from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 
@@ -42,8 +42,7 @@ one_of_each_kind = pytest.mark.parametrize("name", ["MI300X", "TPU v5", "M3"])  
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(trial, "MIN_PAIRS", 1)
-    monkeypatch.setattr(trial, "MAX_PAIRS", 1)
+    monkeypatch.setattr(trial, "PAIRS", 1)
     yield
     torch._dynamo.reset()
 

@@ -11,8 +11,7 @@ import pytest
 
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.report import TechniqueReport
-from lightning_accel.core.states import SITE_CHANGES, TECHNIQUE_CHANGES, Sites, SiteState, TechniqueState
-from lightning_accel.core.trial import VerdictKind
+from lightning_accel.core.states import SITE_CHANGES, TECHNIQUE_CHANGES, Sites, SiteState, TechniqueState, VerdictKind
 
 PAGE = (Path(__file__).parents[2] / "docs" / "states.md").read_text(encoding="utf-8")
 

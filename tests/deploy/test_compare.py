@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_accel.deploy import Comparison, compare
 from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.comparing import _off, _recommended
-from lightning_accel.tuning.pairs import RatioInterval
+from lightning_accel.experiment.pair_test import RatioInterval
 from support.models import TinyCNN
 
 pytestmark = pytest.mark.numbers

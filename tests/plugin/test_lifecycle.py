@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
-from lightning_accel.core.trial import Trial
+from lightning_accel.experiment.trial import Trial
 from support.lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
 
 MakeTrainer = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
-from lightning_accel.core.trial import Trial
+from lightning_accel.experiment.trial import Trial
 
 pytestmark = pytest.mark.numbers
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
-from lightning_accel.core.trial import ORACLE_SAMPLES
+from lightning_accel.experiment.trial_runs import ORACLE_SAMPLES
 from support.plugin.tight import Batches, MakeTrainer, ended, fit
 
 pytestmark = pytest.mark.numbers

@@ -9,11 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from lightning_accel.experiment.pair_test import PairTest
 from lightning_accel.search.judging import MAX_PAIRS, Facts, SetupSide, judged, worth_of_memory, worth_of_start
 from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.worker import Block
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import PairTest
 
 FACTS = Facts(started_s=1.0, seconds=0.02, waited=0.0, peak_bytes=1 << 30, base_bytes=0, samples=8, batches=math.inf)
 

@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
 from lightning_accel.core.host import Host
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 from strangers.recorder import Recorder, outliving, signature, streams
 from strangers.table import Training
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_accel.core.tolerance import deviation
+from lightning_accel.experiment.tolerance import deviation
 
 
 def relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
 
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.trials import LiveTrials
@@ -40,7 +41,7 @@ class SimulatedRun:
         self.lines: list[str] = []
         self.seconds = self.plain_seconds = 0.0
         self.slowdown: Callable[[int], float] = lambda turn: 1.0
-        self._rng = np.random.default_rng(seed)
+        self._seed, self._rng = seed, np.random.default_rng(seed)
         settle = settle or {}
         self.arms = [
             Arm(name, tuple(choices), self.chooser(name), **{"settle": settle.get(name, 0)} | arm)  # type: ignore[arg-type]
@@ -55,6 +56,7 @@ class SimulatedRun:
         return choose
 
     def trials(self, **settings: object) -> LiveTrials:
+        torch.manual_seed(self._seed)  # from which the coins follow
         return LiveTrials(self.arms, self.turns, say=self.lines.append, **settings)  # type: ignore[arg-type]
 
     def run(self, **settings: object) -> Tuning:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate, build_context
-from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.data import Map
+from lightning_accel.experiment import trial
 from lightning_accel.memory import eight_bits
 from lightning_accel.memory.packer import Packer
 from lightning_accel.settings import Plan
@@ -208,8 +208,7 @@ def make_small_models_do(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = "aot_eager" if "gradient_checkpointing" in row.settings else "eager"
 
     monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
-    monkeypatch.setattr(trial, "MIN_PAIRS", 1)
-    monkeypatch.setattr(trial, "MAX_PAIRS", 1)
+    monkeypatch.setattr(trial, "PAIRS", 1)
     monkeypatch.setattr(eight_bits, "BLOCK", 64)  # the models are so small that no weight of theirs would be packed
     monkeypatch.setattr(eight_bits, "LEAST_ELEMENTS", 64)
     monkeypatch.setattr(loss, "FEWEST_CLASSES", 11)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 from support.models import TransformerBlock
 
 Call = Callable[..., Any]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lightning_accel.assembly import Handle, accelerate
 from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
-from lightning_accel.core.trial import Trial
 from lightning_accel.experiment.store import kernel_folder
+from lightning_accel.experiment.trial import Trial
 from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation, compiled_blocks
 from lightning_accel.techniques.arms import OFF, Arm, ArmSetup

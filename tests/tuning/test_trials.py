@@ -10,7 +10,8 @@ import torch
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.arms import Arm
-from lightning_accel.tuning.trial_scheduler import MIN_TURNS, allowance
+from lightning_accel.tuning.trial_budget import allowance
+from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.tuning_result import Tuning
 from support.simulated_machine import SimulatedRun
 
@@ -197,7 +198,7 @@ def test_a_step_that_becomes_longer_has_the_plan_tried_again() -> None:
 
 
 def test_a_plan_that_slowly_loses_its_gain_is_found_by_looks_now_and_then() -> None:
-    run = SimulatedRun({"threads": 1.1}, 4000)
+    run = SimulatedRun({"threads": 1.1}, 4000, noise=0.01)
     run.slowdown = lambda turn: 1.18 if turn >= 800 and run.now["threads"] == "on" else 1.0
     assert run.run().choices == {}
     assert any("has become faster" in line for line in run.lines)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.pairs import RatioInterval
 from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_accel.core.measured import Measurement
-from lightning_accel.core.trial import VerdictKind
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.store import Key
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.tuning import verdict_cache

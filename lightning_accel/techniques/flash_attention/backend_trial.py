@@ -18,8 +18,11 @@ from typing_extensions import override
 from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.tolerance import Spread
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant, VerdictKind
+from lightning_accel.core.states import VerdictKind
+from lightning_accel.experiment.screening import fastest, screen
+from lightning_accel.experiment.tolerance import Spread
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.row_formula import ByRows
@@ -159,12 +162,11 @@ class Rehearsal:
             return Judgement(ORIGINAL, "; ".join(reasons), kind, is_wrong=True, measured=self._figures(*self._failures))
         if not self._by_clock:
             return Judgement(agreeing[0], f"by {agreeing[0]}", "kept", measured=self._figures(agreeing[0]))
-        speeds = {name: self._ms[name][0] / self._ms[name][1] for name in agreeing}
-        best = max(agreeing, key=speeds.__getitem__)
+        best = fastest({name: [self._ms[name][1] / self._ms[name][0]] for name in agreeing})
         before, after = self._ms[best]
-        measured = f"{speeds[best]:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
+        measured = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
         # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
-        if speeds[best] < 1:
+        if screen(before, after) == "slower":
             return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=self._figures(best))
         return Judgement(best, f"by {best}, {measured}", "kept", measured=self._figures(best))
 

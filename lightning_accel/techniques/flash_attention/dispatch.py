@@ -18,9 +18,10 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.tolerance import Spread
+from lightning_accel.core.report import one_line
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import VerdictKind, one_line
+from lightning_accel.experiment.tolerance import Spread
 from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Judgement, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.notes import Verdict

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.patch import MethodPatch, PatchSet, applied
-from lightning_accel.core.trial import one_line
+from lightning_accel.core.report import one_line
 from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.finder import find_sites

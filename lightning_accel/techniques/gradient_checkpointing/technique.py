@@ -19,7 +19,8 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
-from lightning_accel.core.trial import ORACLE_SAMPLES, Trial, Variant
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import ORACLE_SAMPLES, Variant
 from lightning_accel.memory.costs import kind_of
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.memory.saved_bytes import kept_bytes

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 from lightning_accel.techniques.loss.chunked_loss import LossProblem, linear_cross_entropy
 
 ROWS, CLASSES, AT_ONCE = 48, 4096, 16  # three pieces; a copy of the weight in float64 is small beside the logits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.assembly import Handle, accelerate
-from lightning_accel.core.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.settings import Plan
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelWarning, FlashMultiheadAttention
-from lightning_accel.core.trial import Trial
+from lightning_accel.experiment.trial import Trial
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from support.attention_lookalikes import LEFT_ALONE

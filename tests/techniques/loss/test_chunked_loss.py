@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.core.tolerance import deviation
+from lightning_accel.experiment.tolerance import deviation
 from lightning_accel.techniques.loss.chunked_loss import (
     LossForm,
     LossProblem,

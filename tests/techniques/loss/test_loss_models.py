@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.host import Host
-from lightning_accel.core.tolerance import deviation
 from lightning_accel.engine import Engine
+from lightning_accel.experiment.tolerance import deviation
 from lightning_accel.techniques.loss import technique
 from support.gpu_sizes import on_gpu
 from support.huggingface_models import VOCABULARY, tiny_models

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import Handle
-from lightning_accel.core.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.techniques.flash_attention.technique import FlashAttention
 from support.attention_zoo import FOUND
 

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.core.isolation import isolated
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from support.trial_cases import Call, compare
 
 pytestmark = pytest.mark.numbers

@@ -1,13 +1,12 @@
 """The one rule by which numbers are judged: the candidate's error may be as large as the original's own rounding error.
 
-A computation in floating point has no single result. The same original gives other results if its sums are taken in
-another legitimate order: with another number of threads, in two halves of the batch, with the samples reversed, from
-inputs in another memory layout, by another library of kernels. The *spread* is how far these results are from the same
-computation in float64. A candidate that is off by more than ``FACTOR`` spreads computes something else. Nothing here
-was fitted to a processor: the spread is measured where the run is. See docs/numbers.md.
+The same original gives other results if its sums are taken in another legitimate order: with another number of threads,
+in two halves of the batch, with the samples reversed, from inputs in another memory layout. The *spread* is how far
+these are from the same computation in float64. A candidate that is off by more than ``FACTOR`` spreads computes
+something else. Nothing here was fitted to a processor: the spread is measured where the run is. See docs/numbers.md.
 
-A spread only grows with the number of orders. What is within the spread of a few orders is within that of all. So
-:class:`Measuring` computes another order only while a candidate is in doubt, and objects only after it has seen all.
+A spread only grows with the number of orders. So :class:`Measuring` computes another order only while a candidate is in
+doubt, and objects only after it has seen all.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.backends import mkldnn
 
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.experiment.passes import Call
 
 FACTOR = 4.0
 """How many spreads a candidate may be off. A few samples show the size of a spread, but not its largest value."""
@@ -41,8 +41,6 @@ _HALF_PRECISION = 1e-4
 _SMALLEST = 0.01  # a share of the largest norm: a smaller tensor may be zero except for rounding
 
 _AT_ONCE = 1 << 14  # numbers that a CPU converts to float64 together: they stay in its cache and in one thread
-
-Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,7 @@ class Spread:
     is_whole: bool = False
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """Says in words how a candidate is too far off.
-
-        Args:
-            found: The deviation of the candidate.
-            times: A factor on what is allowed, if ``found`` holds more errors than those of the candidate.
-
-        Returns:
-            The objection; empty if there is none.
-        """
+        """How a result is too far off, in words; empty if it is not. ``times`` is a factor on what is allowed."""
         for what, off, allowed in (
             ("relative error", found.noise, times * self.allowed.noise),
             ("systematic error", found.bias, times * self.allowed.bias),
@@ -100,27 +90,17 @@ class Measuring:
 
     If a run is off by more than the square root of the rounding, it is no other order of the same sums, and it does not
     count. Batch statistics of half a batch are an example.
-
-    Args:
-        expected: The original's own result.
-        coarsest: The coarsest dtype in the computation.
-        oracle: Computes the original in float64. It returns None if that is not possible.
-        others: The original in other orders. Each is computed when it is asked for.
-        formulas: The original by formulas that candidates share. If results agree, gradients may be as far off as by
-            one of these formulas.
-        num_results: How many of the tensors are results. The others are gradients.
-        alike: The spread of a similar computation, such as another layer of the model.
     """
 
     def __init__(
         self,
-        expected: Sequence[Tensor],
-        coarsest: torch.dtype,
-        oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,
-        others: Iterable[Sequence[Tensor]] = (),
-        alike: Spread = Spread(),
-        formulas: Iterable[Sequence[Tensor]] = (),
-        num_results: int = 0,
+        expected: Sequence[Tensor],  # the original's own result
+        coarsest: torch.dtype,  # of the dtypes in the computation
+        oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,  # computes the original in float64, if it can
+        others: Iterable[Sequence[Tensor]] = (),  # the original in other orders, each computed when it is asked for
+        alike: Spread = Spread(),  # of a similar computation, such as another layer of the model
+        formulas: Iterable[Sequence[Tensor]] = (),  # the original by others, as far off as which gradients may be
+        num_results: int = 0,  # how many of the tensors are results: the others are gradients
     ) -> None:
         eps = torch.finfo(coarsest).eps
         # In half precision, the last rounding is most of the error. In wider dtypes, a library may round a few times.
@@ -142,11 +122,7 @@ class Measuring:
         return Spread(own | self._alike.allowed, self._num_orders + self._alike.num_orders, self._is_whole)
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
-        """Judges the result of a candidate.
-
-        Returns:
-            How far it is off, and the objection to that; empty if there is none.
-        """
+        """How far a candidate is off, and the objection to that; empty if there is none."""
         found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
         # The original is at most one spread off the float64 result, whatever that is. So a candidate passes if it
         # differs from the original by no more than the other three. The norms of both results differ by at most the
@@ -237,13 +213,8 @@ def other_orders(
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
     """Yields the same computation in other orders, each with a context to run it in. The most expensive comes last.
 
-    Some are not possible for some computations, or change their meaning. :class:`Measuring` leaves those out.
-
-    Args:
-        call: The original.
-        batch_size: The size of the first dimension of whatever is batched.
-        device: Where it computes.
-        new_kernels: Whether to yield those that need kernels for other shapes or numbers of threads, too.
+    Some are not possible for some computations, or change their meaning: those do not count as orders of the same sums.
+    Without ``new_kernels``, those that need kernels for other shapes or numbers of threads are left out.
     """
 
     def of_samples(change: Callable[[Tensor], Tensor], data: Any) -> Any:

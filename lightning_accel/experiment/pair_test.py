@@ -2,17 +2,9 @@
 
 A pair is two turns, one of A and one of B, one right after the other, in an order that a fair coin decides. It gives
 one number, the log of A's time over B's. Were B not faster, the coin alone would decide whether that number is above
-zero, whatever the machine does: drift, slow minutes, a checkpoint every tenth step. So the share of numbers above zero
-is at most one half, and a gambler who bets that it is more can expect no gain. He starts with 1 and bets on several
-shares at once (a mixture); by Ville's inequality his wealth ever reaches ``1 / alpha`` with a probability of at most
-``alpha``, at whichever time one stops to look. Reaching it is the proof that B is faster.
-
-Only signs are used: no outlier counts for more than one pair. The interval for the gain holds every value that neither
-direction has rejected.
-
-Sources: Ville, "Étude critique de la notion de collectif" (1939); Shafer and Vovk, "Game-Theoretic Foundations for
-Probability and Finance" (2019); Howard and Ramdas, "Sequential estimation of quantiles" (2022),
-https://doi.org/10.3150/21-BEJ1388; docs/tuning.md has the formulas, and a simulation.
+zero, whatever the machine does. A gambler who starts with 1 and bets that more than half of the numbers are above has
+no gain to expect then: his wealth ever reaches ``1 / alpha`` with a probability of at most ``alpha``. Reaching it is
+the proof that B is faster. docs/statistics.md has the formulas, the sources and simulations.
 """
 
 from __future__ import annotations
@@ -30,6 +22,12 @@ TRIVIAL = 0.01
 
 ALPHA_NOT_FASTER = 0.05
 """The error allowed in saying "not faster": it costs what could have been gained, and breaks no promise."""
+
+MEMORY_RISE = 0.02
+"""If peak memory grows by this share or more, the candidate has to win time for it."""
+
+LEAST_RISE_BYTES = 16 << 20
+"""Bytes. A smaller difference in memory may occur between two equal steps."""
 
 # The shares that are bet on, above one half, and the stakes: more on those near 1, by which large gains show in few
 # pairs, at a price of few more pairs for small ones.
@@ -63,20 +61,23 @@ class RatioInterval:
         return f"{self.ratio:.2f}x [{self.low:.2f}, {high}]"
 
 
+def price_of_memory(original_bytes: int, candidate_bytes: int) -> float:
+    """What B has to be faster by for its peak of memory, as a log of a ratio: by a tenth if that is higher."""
+    rise = candidate_bytes - original_bytes
+    return math.log(1.1) if rise > max(MEMORY_RISE * original_bytes, LEAST_RISE_BYTES) else 0.0
+
+
 class PairTest:
-    """The test of one comparison.
+    """The test of one comparison: the only one that may say "faster".
 
     Args:
         alpha: The probability, at most, of ever saying "faster" of what is not.
         worth: The gain, as a log of a ratio, by more than which B has to be faster.
-
-    Attributes:
-        log_ratios: Of each pair the log of A's time over B's, positive where B took less.
     """
 
     def __init__(self, alpha: float, worth: float = 0.0) -> None:
         self.alpha, self.worth = alpha, worth
-        self.log_ratios: list[float] = []
+        self.log_ratios: list[float] = []  # of A's time to B's, for each pair
         self._seconds = [0.0, 0.0]
         self._above = self._below = 0
 
@@ -84,7 +85,7 @@ class PairTest:
         return len(self.log_ratios)
 
     def add(self, original: float, candidate: float) -> None:
-        """Takes up a pair: what a turn of A took, and one of B, in seconds (by token, where batches differ)."""
+        """Takes up a pair: what a turn of A took, and one of B."""
         ratio = math.log(original / candidate)
         self.log_ratios.append(ratio)
         self._seconds[0] += original

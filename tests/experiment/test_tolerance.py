@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.core.tolerance import FACTOR, Deviation, Measuring, Spread, deviation, other_orders
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.experiment.tolerance import FACTOR, Deviation, Measuring, Spread, deviation, other_orders
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import Variant
 
 pytestmark = pytest.mark.numbers
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.step_timeline import StepTimeline, StepTimes
-from lightning_accel.tuning.trials import LiveTrials
 
 _WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an epoch is the rest that was left
+
+
+class TakesTurns(Protocol):
+    """Decides how each turn runs, and is told what it took."""
+
+    is_over: bool
+
+    def begin(self) -> None: ...
+    def took(self, seconds: float | None) -> None: ...
+
+
+Trials = TypeVar("Trials", bound=TakesTurns)
 
 
 @dataclass
@@ -25,7 +37,7 @@ class _Turn:
     is_over: bool = False
 
 
-class Turns:
+class Turns(Generic[Trials]):
     r"""Cuts a training into turns, and has live trials take them. Until there are trials, hardly anything is done.
 
     Whoever trains tells of steps and turns. A Trainer and a plain loop differ in this:
@@ -35,13 +47,10 @@ class Turns:
     * A Trainer's turn is the batches whose gradients are accumulated, taken as if each were as large as the first. A
       plain loop's is one step, and batches are taken to be equally large.
     * A turn that does not count is taken again in a Trainer with a single rank. Several may not agree on what counts.
-
-    Attributes:
-        trials: The trials; None before :meth:`start`.
     """
 
     def __init__(self) -> None:
-        self.trials: LiveTrials | None = None
+        self.trials: Trials | None = None  # before `start`
         self._timeline = StepTimeline(HostClock())
         self._repeats = 0
         self._turn = _Turn()
@@ -49,14 +58,8 @@ class Turns:
         self._elements = 0  # of the latest turn that counts
         self._typical_elements = 0
 
-    def start(self, trials: LiveTrials, clock: HostClock, *, repeats: int = 0) -> None:
-        """Has ``trials`` take the turns from the next one on.
-
-        Args:
-            trials: Which take the turns.
-            clock: The clock of the device that trains.
-            repeats: How often a turn that does not count is taken again.
-        """
+    def start(self, trials: Trials, clock: HostClock, *, repeats: int = 0) -> None:
+        """Has ``trials`` take the turns from the next one on. One that does not count is taken again, so often."""
         self.trials, self._repeats = trials, repeats
         self._timeline = StepTimeline(clock, self._took)
 
@@ -114,7 +117,7 @@ class Turns:
         turn.seconds += step.step_ms / 1e3
         turn.untimed -= 1
 
-    def _tell(self, trials: LiveTrials) -> None:
+    def _tell(self, trials: Trials) -> None:
         while self._unheard and self._unheard[0].is_over and not self._unheard[0].untimed:
             turn = self._unheard.popleft()
             if turn.is_interrupted or turn.seconds <= 0:  # somebody has stopped all clocks, as freezegun does

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.device import dtype_of_products
-from lightning_accel.core.tolerance import FACTOR
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.experiment.tolerance import FACTOR
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from support.errors import relative_error
 from support.models import ResidualBlock, images
 from support.trial_cases import X, allowing, block, compare

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from lightning_accel.core import clocks
 from lightning_accel.core.purse import TRIALS, Purse
-from lightning_accel.core.trial import Trial, Variant, VerdictKind
+from lightning_accel.core.states import VerdictKind
+from lightning_accel.experiment.trial import Trial
+from lightning_accel.experiment.trial_runs import Variant
 from support.trial_cases import Call, X, block, compare
 
 

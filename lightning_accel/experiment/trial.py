@@ -1,0 +1,219 @@
+"""Trials: the original against a candidate, on the user's own first input. Same numbers? Clearly slower?
+
+A trial leaves no trace in the run: random streams, buffers, gradients and dispatch modes are as they were. It calls
+both sides again and again: give it torch's own operations on tensors, not code that somebody may be watching.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_accel.core.isolation import isolated
+from lightning_accel.core.measured import Measurement
+from lightning_accel.core.random_streams import same_state
+from lightning_accel.core.report import one_line
+from lightning_accel.core.states import VerdictKind
+from lightning_accel.experiment.screening import PAIRS
+from lightning_accel.experiment.time_calls import time_calls
+from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched
+from lightning_accel.experiment.trial_runs import TooDearError, TrialRuns, Variant
+
+_TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumbersComparison:
+    """What a trial measured.
+
+    Attributes:
+        failure: What the candidate raised, or how its numbers differ; empty if they agree.
+        cut_short: Whether the trial ended early: ``"failed"`` with an error, or ``"too_dear"`` for the purse.
+        error: The candidate's largest relative error, against the oracle where one was asked.
+        original_ms: Milliseconds of the original, forward and backward, the fewest that were seen; None untimed.
+        candidate_ms: The candidate's.
+        left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
+        spread: What it may be off by, as far as that had to be measured.
+        is_same: Whether the candidate's numbers are the original's, to the bit; None where that was not asked.
+    """
+
+    failure: str = ""
+    cut_short: Literal["", "failed", "too_dear"] = ""
+    error: float = 0.0
+    original_ms: float | None = None
+    candidate_ms: float | None = None
+    left_behind: tuple[str, ...] = ()
+    spread: Spread | None = None
+    is_same: bool | None = None
+
+    @property
+    def kind(self) -> VerdictKind:
+        """What the trial came to, as far as numbers say."""
+        return self.cut_short or ("refused" if self.failure else "kept")
+
+    def measured(self) -> Measurement:
+        """The figures of numbers and times."""
+        return Measurement(
+            error=None if self.spread is None else self.error,
+            spread=None if self.spread is None else self.spread.allowed.noise / FACTOR,
+            is_same=self.is_same,
+            original_ms=self.original_ms,
+            candidate_ms=self.candidate_ms,
+        )
+
+
+class Trial(TrialRuns):
+    """Judges a candidate beside the original: by numbers, and by a few times."""
+
+    def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> NumbersComparison:
+        """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
+
+        The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
+        several orders of its sums is what the candidate may be off (:class:`.Measuring`), on the whole batch too. Where
+        there can be no oracle, the original's own result takes its place. Dropout is off while a few samples show that,
+        and on for the whole batch: what is drawn, and for which element, has to be the same.
+
+        With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
+        both are called once, on ``samples`` of the batch, with the same random numbers.
+        """
+        compared = self._by_spread if in_other_orders else self._by_rounding
+        found, left_behind = self._ended(lambda: compared(original, candidate))
+        if self._passes.writes_to_input:
+            left_behind.append("its input")
+        return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
+
+    def rehearse(self, side: Variant) -> NumbersComparison:
+        """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
+        return self._timed(1, {"candidate": side})
+
+    def time(self, original: Variant, candidate: Variant) -> NumbersComparison:
+        """Times both, forward and backward, a few times in turns."""
+        return self._timed(PAIRS, {"original": original, "candidate": candidate})
+
+    def _timed(self, rounds: int, sides: dict[str, Variant]) -> NumbersComparison:
+        def timed() -> NumbersComparison:
+            calls = {name: functools.partial(self._ready, side) for name, side in sides.items()}
+            seconds = time_calls(calls, self._device, rounds=rounds)
+            ms = {name: 1e3 * min(each) for name, each in seconds.items()}
+            return NumbersComparison(original_ms=ms.get("original"), candidate_ms=ms["candidate"])
+
+        return self._ended(timed)[0]
+
+    def _ended(self, tried: Callable[[], NumbersComparison]) -> tuple[NumbersComparison, list[str]]:
+        """What came out, and what was found changed; nothing that is raised goes further."""
+        left_behind: list[str] = []
+        self._unpaid.lap()
+        try:
+            with isolated(self.module, self._device) as left_behind:
+                found = tried()
+        except TooDearError:
+            found = NumbersComparison(failure=_TOO_DEAR, cut_short="too_dear")
+        except Exception as error:
+            found = NumbersComparison(failure=f"failed in its trial: {one_line(error)}", cut_short="failed")
+        self._pay()
+        return found, left_behind
+
+    @contextmanager
+    def _ready(self, side: Variant) -> Iterator[Callable[[], object]]:
+        """Prepares a pass of one side to be timed.
+
+        Raises:
+            TooDearError: The purse cannot pay for it.
+        """
+        self._ask_purse()
+        with side.state():
+            yield self._passes.prepared(side.call, *side.given(self.args, self.kwargs))
+
+    # -- numbers -----------------------------------------------------------------------------------------------
+
+    def _by_rounding(self, original: Variant, candidate: Variant) -> NumbersComparison:
+        args, kwargs = self.args, self.kwargs
+        if self.samples is not None:
+            with original.state(), self._streams():
+                args, kwargs = self._samples(original.call)
+        expected, actual, otherwise = self._both(original, candidate, args, kwargs)
+        found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
+        return replace(found, failure=found.failure or otherwise)
+
+    def _by_spread(self, original: Variant, candidate: Variant) -> NumbersComparison:
+        with self._without_dropout() as dropped:
+            with original.state(), self._streams():
+                args, kwargs = self._samples(original.call)
+            expected, actual, otherwise = self._both(original, candidate, args, kwargs)
+            measuring = Measuring(
+                expected,
+                self._coarsest(actual),
+                lambda: self._oracle(original, args, kwargs),
+                self._in_other_orders(original, args, kwargs),
+                self.alike,
+                self._by_formulas(args, kwargs),
+                self._passes.num_outputs,
+            )
+            found = self._judge(measuring, expected, actual)
+        found = replace(found, failure=found.failure or otherwise)
+        if not found.failure and (dropped or args is not self.args):
+            *whole, otherwise = self._both(original, candidate, self.args, self.kwargs)
+            objection = self._objection(measuring, *whole)
+            if objection and dropped:
+                objection = f"its random numbers fall on other elements than the original's: {objection}"
+            found = replace(found, spread=measuring.spread, failure=otherwise or objection)
+        return found
+
+    def _both(
+        self, original: Variant, candidate: Variant, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], list[Tensor], str]:
+        """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
+        expected, before = self._once(original, args, kwargs)
+        actual, after = self._once(candidate, args, kwargs)
+        if not all(map(same_state, before, after)):
+            return expected, actual, "draws another amount of random numbers than the original"
+        outputs = zip(expected, actual[: self._passes.num_outputs], strict=False)
+        is_free = candidate.arguments is not None or not self.keeps_strides
+        is_alike = is_free or all(itertools.starmap(_lie_alike, outputs))
+        return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
+
+    def _judge(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> NumbersComparison:
+        """Whether the candidate is within the spread of the original."""
+        if [t.shape for t in actual] != [t.shape for t in expected]:
+            return NumbersComparison(failure="returns tensors of other shapes than the original")
+        if not expected:
+            return NumbersComparison(failure="returns no tensors that could be compared with the original's")
+        found, failure = measuring.judged(actual)
+        return NumbersComparison(
+            failure=failure,
+            error=found.noise,
+            spread=measuring.spread,
+            is_same=_are_same(expected, actual),
+        )
+
+    def _objection(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> str:
+        """What is wrong with the whole batch, where a few samples of it were right."""
+        if [t.shape for t in actual] != [t.shape for t in expected]:
+            return "returns tensors of other shapes than the original for the whole batch"
+        # A sum over more samples is off by more, as a random walk is.
+        walked = (self._batch_size / (self.samples or self._batch_size)) ** 0.5
+        pairs = list(zip(actual, expected, strict=True))
+        for of_samples, times in ((True, APART), (False, APART * walked)):
+            chosen = [pair for pair in pairs if is_batched(pair[1], self._batch_size) is of_samples]
+            objection = measuring.objection(deviation(*zip(*chosen, strict=True)), times) if chosen else ""
+            if objection:
+                return f"on the whole batch, {objection}"
+        return ""
+
+
+def _are_same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
+    pairs = list(zip(expected, actual, strict=False))
+    return len(expected) == len(actual) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a shape have the same strides, where there is more than one element to go through."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=False)
+    return not one.numel() or all(size == 1 or first == second for size, first, second in strides)

@@ -45,7 +45,7 @@ _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 
 
 @dataclass(frozen=True)
-class Variant:
+class TrialSide:
     """One side of a trial.
 
     Attributes:
@@ -145,7 +145,7 @@ class Trial:
     keeps_kernels: bool = False
     purse: Purse | None = None
     alike: Spread = field(default_factory=Spread)
-    formulas: Sequence[Variant] = ()
+    formulas: Sequence[TrialSide] = ()
     convolves: bool = False
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class Trial:
         self._is_warm = False  # whether both sides were called before
         self._unpaid = Stopwatch()
 
-    def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> NumbersComparison:
+    def numbers(self, original: TrialSide, candidate: TrialSide, *, in_other_orders: bool = True) -> NumbersComparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
 
         The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
@@ -175,12 +175,12 @@ class Trial:
             left_behind.append("its input")
         return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
 
-    def rehearse(self, side: Variant) -> NumbersComparison:
+    def rehearse(self, side: TrialSide) -> NumbersComparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
         timed = time_calls({0: lambda: self._ready(side)}, self._device)
         return self._ended(lambda: NumbersComparison(candidate_ms=1e3 * next(timed)[0]))[0]
 
-    def time(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def time(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         """Times both, forward and backward, in turns, and oftener while neither is clearly the faster.
 
         A refusal is for good, where a candidate that is kept meets live trials: it takes two pairs at the least. So do
@@ -214,7 +214,7 @@ class Trial:
         if self.purse is not None and not self.purse.can_pay(times * self._pay()):
             raise _TooDearError
 
-    def _times(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def _times(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         before, after = math.inf, math.inf
         least = MIN_PAIRS if self._is_warm else 2
         most = min(MAX_PAIRS, max(self.max_pairs, least))
@@ -228,7 +228,7 @@ class Trial:
         return NumbersComparison(original_ms=1e3 * before, candidate_ms=1e3 * after)
 
     @contextmanager
-    def _ready(self, side: Variant) -> Iterator[Callable[[], object]]:
+    def _ready(self, side: TrialSide) -> Iterator[Callable[[], object]]:
         """Prepares a pass of one side to be timed.
 
         Raises:
@@ -240,7 +240,7 @@ class Trial:
 
     # -- numbers -----------------------------------------------------------------------------------------------
 
-    def _by_rounding(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def _by_rounding(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         args, kwargs = self.args, self.kwargs
         if self.samples is not None:
             with original.state(), self._streams():
@@ -249,7 +249,7 @@ class Trial:
         found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
         return replace(found, failure=found.failure or otherwise)
 
-    def _by_spread(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def _by_spread(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         with self._without_dropout() as dropped:
             with original.state(), self._streams():
                 args, kwargs = self._samples(original.call)
@@ -277,7 +277,7 @@ class Trial:
         return nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
 
     def _both(
-        self, original: Variant, candidate: Variant, args: Any, kwargs: Any
+        self, original: TrialSide, candidate: TrialSide, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], str]:
         """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
         expected, before = self._once(original, args, kwargs)
@@ -289,7 +289,7 @@ class Trial:
         is_alike = is_free or all(itertools.starmap(_lie_alike, outputs))
         return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
 
-    def _once(self, side: Variant, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
+    def _once(self, side: TrialSide, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
         """What it computes, and the states of the random streams after that. Each run begins with the same ones."""
         self._ask_purse()
         with self._streams() as before, side.state():
@@ -316,12 +316,12 @@ class Trial:
             return self.args, self.kwargs
         return sliced
 
-    def _in_other_orders(self, original: Variant, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
+    def _in_other_orders(self, original: TrialSide, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
         size = self._batch_size if args is self.args else self.samples or 0
         for call, setting in other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels):
             try:
                 with self._without_dropout(), setting:
-                    run, _ = self._once(Variant(call, original.state), args, kwargs)
+                    run, _ = self._once(TrialSide(call, original.state), args, kwargs)
             except _TooDearError:
                 raise
             except Exception:  # no order for this computation: views of its input, kernels that want oneDNN
@@ -339,7 +339,7 @@ class Trial:
                 continue
             yield run
 
-    def _oracle(self, original: Variant, args: Any, kwargs: Any) -> list[Tensor] | None:
+    def _oracle(self, original: TrialSide, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The original in float64; None where that cannot be had, or would take too much memory."""
         if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
             return None

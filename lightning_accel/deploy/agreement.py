@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.core.trial import Trial, Variant
+from lightning_accel.core.trial import Trial, TrialSide
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
@@ -40,7 +40,7 @@ def differs(original: nn.Module, candidate: Callable[..., Any], calls: list[Argu
     for args, kwargs in calls:
         options: Any = {"with_gradients": False, "samples": None, "keeps_strides": False}
         trial = Trial(original, args, kwargs, **options, judged=lambda out: _judged(out, half))
-        found = trial.numbers(Variant(original.forward), Variant(candidate))
+        found = trial.numbers(TrialSide(original.forward), TrialSide(candidate))
         if found.failure:
             return f"{found.failure}, for inputs of {shapes_in((args, kwargs))}", found.error
         largest = max(largest, found.error)

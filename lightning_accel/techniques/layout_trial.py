@@ -18,9 +18,9 @@ from lightning_accel.core.layout import FORMATS, in_format, is_channels_last
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.core.trial import NumbersComparison, Trial, TrialSide
 from lightning_accel.techniques.layout_draws import LayoutDraws
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 
 # A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
 # oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).
@@ -100,7 +100,7 @@ class LayoutTrial(TorchFunctionMode):
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
         kind = _kind(name, args, kwargs)
-        sides = Variant(func), Variant(func, arguments=self._in_channels_last)
+        sides = TrialSide(func), TrialSide(func, arguments=self._in_channels_last)
         trial = Trial(
             nn.Module(),
             args,

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.cache import digest, folder
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.technique_context import Verdict, Verdicts
 from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.tuning_cache import Key
 from lightning_accel.tuning.tuning_result import Tuning

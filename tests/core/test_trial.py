@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core import clocks
 from lightning_accel.core.purse import TRIALS, Purse
-from lightning_accel.core.trial import Trial, Variant, VerdictKind
+from lightning_accel.core.trial import Trial, TrialSide, VerdictKind
 from support.trial_cases import Call, X, block, compare
 
 
@@ -129,14 +129,14 @@ def test_a_candidate_that_sleeps_is_slower() -> None:
         time.sleep(0.15)
         return module.forward(x)
 
-    found = Trial(module, (torch.randn(4, 4),)).time(Variant(module.forward), Variant(asleep))
+    found = Trial(module, (torch.randn(4, 4),)).time(TrialSide(module.forward), TrialSide(asleep))
     assert found.candidate_ms > 10 * found.original_ms
 
 
 def test_a_candidate_that_raises_only_when_timed_is_a_failure_not_an_exception() -> None:
     module = nn.Linear(4, 4)
     found = Trial(module, (torch.randn(4, 4),)).time(
-        Variant(module.forward), Variant(raises(RuntimeError("later"))(module))
+        TrialSide(module.forward), TrialSide(raises(RuntimeError("later"))(module))
     )
     assert found.failure == "failed in its trial: RuntimeError: later"
     assert found.original_ms is None
@@ -163,7 +163,7 @@ def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what
         purse.steps = steps
         purse.step_took(10.0)  # of which a hundredth of the run is a tenth of a second a step
         one = Trial(module, (torch.randn(4, 4),), samples=None, purse=purse)
-        found = one.numbers(Variant(slow), Variant(slow))
+        found = one.numbers(TrialSide(slow), TrialSide(slow))
         assert purse.spent_s[TRIALS] == calls
         return found.kind
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_accel.core.trial import NumbersComparison, Trial, Variant
+from lightning_accel.core.trial import NumbersComparison, Trial, TrialSide
 from support.models import TransformerBlock
 
 Call = Callable[..., Any]
@@ -18,7 +18,7 @@ X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
 
 
 def compare(module: nn.Module, candidate: Call, *args: Any, **options: Any) -> NumbersComparison:
-    return Trial(module, args, **options).numbers(Variant(module.forward), Variant(candidate))
+    return Trial(module, args, **options).numbers(TrialSide(module.forward), TrialSide(candidate))
 
 
 def block() -> TransformerBlock:

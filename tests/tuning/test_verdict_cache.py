@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.trial import VerdictKind
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.verdict_cache import Program
 

@@ -14,7 +14,6 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -24,8 +23,8 @@ from _small_models import lstm, mlp
 from _tuning_loop import AcceleratedLoop, greedy, run_until_settled, task_of
 
 from lightning_accel import Plan
-from lightning_accel.techniques import BuildContext, Technique, register
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques import BuildContext, Technique, Traits, register
+from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.registry import forget
 
 COLUMNS = ("", "runs with a winner", "of", "steps a run", "seconds a run")
@@ -45,17 +44,16 @@ class NothingPlan:
 
 
 class Nothing(Technique):
-    """Three arms that change nothing at all."""
+    """An arm that changes nothing at all."""
 
-    acts_without_sites = True
+    traits = Traits(acts_without_sites=True)
 
     @classmethod
     def from_settings(cls, settings: NothingPlan, context: BuildContext) -> Nothing:
         return cls()
 
-    def arms(self) -> Iterator[Arm]:
-        for number in range(3):
-            yield Arm(f"nothing {number}", ("on",), lambda choice: None)
+    def __init__(self) -> None:
+        self.run.live = Live(variants=("on",))
 
 
 @dataclass
@@ -74,7 +72,9 @@ class Search:
 def false_wins(runs: int) -> tuple[Search, Search]:
     """Both searches in ``runs`` plain runs each."""
     live, chunks = Search("live trials"), Search("greedy search")
-    register("nothing", settings=NothingPlan, default="auto")(Nothing)
+    names = [f"nothing_{number}" for number in range(3)]
+    for name in names:
+        register(name, settings=NothingPlan, default="auto")(type(name, (Nothing,), {}))
     alone = Plan.from_dict(
         {"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "precision": "32-true"}
     )
@@ -94,7 +94,8 @@ def false_wins(runs: int) -> tuple[Search, Search]:
                 search.steps += steps
                 loop.close()
     finally:
-        forget("nothing")
+        for name in names:
+            forget(name)
     return live, chunks
 
 

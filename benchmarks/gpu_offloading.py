@@ -88,10 +88,10 @@ def main() -> None:
     ]
     columns = ["saved tensors", "peak of the step, MiB", "lower by", "step, ms", "extra time"]
     text = table([columns, *rows])
-    print(f"\n{technique.notes.status}\n\n{text}")
-    record = {"peak_bytes": peaks, "step_ms": spent, "extra_time": extra, "status": technique.notes.status}
+    print(f"\n{technique.run.status}\n\n{text}")
+    record = {"peak_bytes": peaks, "step_ms": spent, "extra_time": extra, "status": technique.run.status}
     write("offloading", args.out, record, "Activation offloading, on", text)
-    technique.close()
+    technique.run.at_end.close()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def measure_steps(dtype: torch.dtype, device: torch.device, width: int, batch: i
 
         for _ in range(TRIALS + 2):
             step()  # past the trials
-        statuses[side] = "" if technique is None else technique.notes.status
+        statuses[side] = "" if technique is None else technique.run.status
         steps[side] = step
     peaks = {side: peak_step_bytes(step) for side, step in steps.items()}
     spent = interleaved_ms(steps, rounds=15)

@@ -139,7 +139,7 @@ def step_rows(name: str, make: Callable[[], tuple[nn.Module, Tensor]]) -> tuple[
         if technique is not None and packer is not None:
             report = packer.report()
             saved[side] -= report.before_bytes - report.after_bytes
-            statuses[side] = technique.notes.status
+            statuses[side] = technique.run.status
         steps[side] = step
     peaks = {side: peak_step_bytes(step) for side, step in steps.items()}
     spent = interleaved_ms(steps, rounds=9, warm_up=1)

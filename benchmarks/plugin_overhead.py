@@ -185,7 +185,7 @@ def left_to_itself(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) ->
     """``module`` whose own attention was found the fastest: every call is looked at, since other shapes may differ."""
     dispatch = Dispatch(MultiheadSite("site", module), Judge({}, verify=True, may_time=True), lambda *_: None)
     dispatch.apply()
-    dispatch.choose({shape_class(module, inputs, {}): ORIGINAL})
+    dispatch.open({shape_class(module, inputs, {}): ORIGINAL})
     return module
 
 

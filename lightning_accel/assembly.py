@@ -50,9 +50,10 @@ def build_context(
         settings = declaration.settings_of(value)
         technique = declaration.technique.from_settings(settings, around)
         if technique is not None:
-            technique.on_by_default = declaration.is_default(value)
-            technique.timed = plan.tune != "off"
-            technique.explicit = not technique.on_by_default and getattr(settings, declaration.switch) != "auto"
+            run, is_auto = technique.run, getattr(settings, declaration.switch) == "auto"
+            run.verify, run.timed = plan.verify, plan.tune != "off"
+            run.on_by_default = declaration.is_default(value)
+            run.explicit = not (run.on_by_default or is_auto)
             around.techniques.append(technique)
     return around
 
@@ -84,7 +85,8 @@ class NamedFallback:
         around.settings = {**around.settings, self.name: self.fallback.settings}
         technique = declarations()[self.name].technique.from_settings(self.fallback.settings, around)
         if technique is not None:
-            technique.on_by_default = True  # nobody asked for it: where it cannot be had, another one may
+            technique.run.verify = around.verify
+            technique.run.on_by_default = True  # nobody asked for it: where it cannot be had, another one may
             around.techniques = [*(one for one in around.techniques if one.name != self.name), technique]
         return technique
 
@@ -94,7 +96,7 @@ def fallbacks_for(around: BuildContext) -> list[NamedFallback]:
     found = [
         NamedFallback(name, fallback)
         for name, declaration in declarations().items()
-        for fallback in declaration.technique.oom_fallbacks(around)
+        for fallback in declaration.technique.traits.oom_fallbacks(around.settings[name], around)
     ]
     return sorted(found, key=lambda one: one.fallback.costs)
 

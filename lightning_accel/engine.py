@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,16 +15,21 @@ from lightning_accel.core.compiled import eager_where_compiled
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.open_purse import OpenPurse
-from lightning_accel.core.optimizers import are_all, living_optimizers
+from lightning_accel.core.optimizers import KnownOptimizers
+from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.report import AccelError, Report, difference
-from lightning_accel.engine_techniques import EngineTechniques
+from lightning_accel.core.report import AccelError, AccelWarning, Report, TechniqueReport, difference
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.technique_run import Decisions, TechniqueRun
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Technique
-from lightning_accel.techniques.notes import Verdicts
+from lightning_accel.techniques.events import Added
+from lightning_accel.techniques.technique_context import Verdict, Verdicts
+
+T = TypeVar("T", bound=Technique)
 
 
-class Engine(EngineTechniques):
+class Engine:
     """A plan at work on a model.
 
     Args:
@@ -62,14 +68,18 @@ class Engine(EngineTechniques):
         self._strict, self._is_sharded = strict, is_sharded
         self._gather = gather or (lambda value: [value])
         self._owes_verdicts = False  # whether other ranks wait for this one's verdicts
-        self._runs = []
+        self._runs: list[TechniqueRun] = []
+        self._trial_step: int | None = None  # the next: 0, or 1 for what has to see the model as the others leave it
+        self.has_edits = False  # whether forward and loss of a step may run otherwise than the user wrote them
+        # Read off the states of the techniques when they change, and not in every step: see _refresh.
+        self._at_work: Sequence[TechniqueRun] = ()  # those that a step has to do with
+        self._preparing: Sequence[TechniqueRun] = ()  # those that a batch has to do with
         self._stage: str | None = None  # of the current step
-        self._optimizers: list[Optimizer] = []  # that the techniques know
-        self._told: list[Optimizer] = []  # those of them that were not found by a search
+        self._optimizers = KnownOptimizers(model)
         # Before both trial steps: a loop may make its optimizer in its first step.
         self._searches_left = 2
         for technique in techniques:
-            technique.agree, technique.purse = agree, purse or OpenPurse(technique.name)
+            technique.run.agree, technique.run.purse = agree, purse or OpenPurse(technique.name)
             self._enter(technique)
         self._active = [*self._runs]
         with self._undone_if_it_raises():
@@ -80,12 +90,12 @@ class Engine(EngineTechniques):
 
     def costs_s(self, step_s: float) -> dict[str, float]:
         """Estimates the seconds that techniques cost at first if a step takes ``step_s``. Free ones are left out."""
-        costs = {
-            run.name: run.technique.setup_s + step_s * run.technique.trial_steps * (run.name not in self.decisions)
+        costs = [
+            (run.name, run.context.setup_s + step_s * run.traits.trial_steps * (run.name not in self.decisions))
             for run in self._active
             if run.patches
-        }
-        return {name: cost_s for name, cost_s in costs.items() if cost_s}
+        ]
+        return {name: cost_s for name, cost_s in costs if cost_s}
 
     def begin(self, left_out: Mapping[str, str] | None = None) -> None:
         """Starts the techniques: those without a trial act from now on, the others are tried in the next steps.
@@ -100,11 +110,10 @@ class Engine(EngineTechniques):
         self._trial_step = 0 if self._active else None
         with self._undone_if_it_raises():
             for run in self._active:
-                if run.technique.applied_before_trial:
-                    run.apply_early()
+                run.apply_early()
         self._stay_together({run.name: {patch.site for patch in run.patches} for run in self._runs})
         for run in self._active:
-            if run.technique.trial_step is None or not run.patches:
+            if run.traits.trial_step is None or not run.patches:
                 run.record.change("decided")
         self._refresh()
         self.carry_out(self.decisions)
@@ -125,10 +134,8 @@ class Engine(EngineTechniques):
                 return self._trial(stage)
         if not self._at_work:
             return nullcontext()
-        contexts = [
-            (run, run.ask("begin a step", run.technique.step, stage, otherwise=_NOTHING)) for run in self._at_work
-        ]
-        around = [each for each in contexts if not isinstance(each[1], nullcontext)]
+        contexts = [run.ask("begin a step", run.technique.step, stage, otherwise=_NOTHING) for run in self._at_work]
+        around = [each for each in zip(self._at_work, contexts, strict=True) if not isinstance(each[1], nullcontext)]
         return self._step_within(around, stage) if around else _UnderWay(self, stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:
@@ -154,32 +161,24 @@ class Engine(EngineTechniques):
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Shows the techniques optimizers that train the model. It skips those that they know already."""
-        told = list(optimizers)
-        self._told += [one for one in told if all(one is not known for known in self._told)]
-        self._show(told)
+        self._show(self._optimizers.told(optimizers))
 
-    def _show(self, optimizers: Iterable[Optimizer]) -> None:
-        known = {id(optimizer) for optimizer in self._optimizers}
-        new = [optimizer for optimizer in optimizers if id(optimizer) not in known]
-        if not new:
-            return
-        named = {f"optimizer {index}": one for index, one in enumerate(new, start=len(self._optimizers))}
-        self._optimizers += new
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in new)
-        for run in self._active:
+    def _show(self, named: Mapping[str, Optimizer]) -> None:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in named.values())
+        for run in self._active if named else ():
             run.ask(f"look at {kinds}", run.edit_optimizers, named, otherwise=None)
         self.apply_updates()
 
     def _search_optimizers(self) -> None:
         self._searches_left -= 1
-        reading = [run for run in self._active if type(run.technique).optimizers is not Technique.optimizers]
-        is_read = any(run.technique.edits_optimizers or run in self._at_work for run in reading)
-        if is_read and not are_all(self._told, self.model):  # to look for others takes a while
-            self._show(living_optimizers(self.model))
+        reading = [run for run in self._active if type(run.technique).optimizer_sites is not Technique.optimizer_sites]
+        is_read = any(run.traits.edits_optimizers or run in self._at_work for run in reading)
+        if is_read:
+            self._show(self._optimizers.searched())
         for run in self._active:
-            if run.technique.edits_optimizers and not self._searches_left and not run.has_edits:
+            if run.traits.edits_optimizers and not self._searches_left and not run.has_edits:
                 run.warn_if_missing()
-                run.record.status = run.notes.status or run.record.outcome()
+                run.record.status = run.context.status or run.record.outcome()
 
     @contextmanager
     def _step_within(self, contexts: Iterable[tuple[TechniqueRun, Any]], stage: str) -> Iterator[None]:
@@ -196,13 +195,165 @@ class Engine(EngineTechniques):
             self.undo()
             raise
 
+    # -- between two steps -------------------------------------------------------------------------------------
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a technique has something to do, or may have once there are optimizers."""
+        return bool(self._at_work) or any(run.traits.edits_optimizers for run in self._active)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether the next step that may be tried on is one of the trial steps."""
+        return self._trial_step is not None
+
+    def has(self, name: str) -> bool:
+        """Whether a technique of this name is in force, or on trial."""
+        return self.report.of(name).is_on and any(run.name == name for run in self._active if not run.is_disabled)
+
+    def technique(self, kind: type[T]) -> T | None:
+        """The technique of this class; None if this run has none."""
+        return next((run.technique for run in self._runs if isinstance(run.technique, kind)), None)
+
+    def arms(self) -> list[Arm]:
+        """What live trials may switch. The list is complete once no technique is tried any more."""
+        found = [arm for run in self._active if (arm := run.ask("offer choices", run.arm, otherwise=None)) is not None]
+        for arm in found:
+            self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
+        return found
+
+    def disable(self, names: Iterable[str]) -> None:
+        """Leaves these techniques, and no others, out of the next steps: their arms are off."""
+        self.apply_updates()
+        names = set(names)
+        for run in self._runs:
+            run.is_disabled = run.name in names
+        self._refresh()
+
+    def apply_updates(self) -> None:
+        """Acts on what techniques have said in the course of a step, also on those that are disabled."""
+        for run in self._active:
+            if run.context.is_new:
+                changes = run.take_notes()
+                is_given_back = any((one.before, one.after) == ("ON", "OFF") for one in changes)
+                run.record.was_in_force |= is_given_back and not self.is_trying
+
+    def spoilt(self) -> list[tuple[str, str]]:
+        """Returns, once, which techniques made the last step differ from the user's own step, each with how."""
+        found = [(run.name, run.context.spoilt) for run in self._active if run.context.spoilt]
+        for run in self._active:
+            run.context.spoilt = ""
+        return found
+
+    def carry_out(self, decisions: Mapping[str, Verdicts]) -> None:
+        """Makes these verdicts hold now, without a trial of their own."""
+        for run in self._active:
+            if run.name in decisions:
+                self.decisions[run.name] = decisions[run.name]
+                run.carry_out(decisions[run.name])
+
+    def add(self, technique: Technique) -> bool:
+        """Adds a technique in mid-run, between two steps and after all others. Returns whether it has something to do.
+
+        It replaces a technique of the same name. An earlier run's verdicts on it hold. Otherwise it is tried at the
+        next calls of its sites, on a few samples: it is added for a lack of memory.
+        """
+        name = technique.name
+        former = self._withdraw(name)
+        self.report.techniques[name] = TechniqueReport(name, "off")
+        if not self._enter(technique):
+            return False
+        added = self._runs[-1]
+        added.is_disabled = any(run.is_disabled for run in former)
+        added.find_sites(self.model, self.host)
+        if added.is_active:
+            added.record.change("decided")
+        known = self.decisions.get(name)
+        if known is not None:
+            added.carry_out({patch.site: known.get(patch.site, Verdict("kept")) for patch in added.patches})
+        else:
+            added.apply_early()
+        untried = PatchSet(patch for patch in added.patches if patch.site not in (known or {}))
+        event = Added(name, untried, technique.run.protects)
+        self._refresh()
+        for run in [*self._active]:
+            run.tell(event)
+        added.settle()
+        self.apply_updates()
+        return added in self._at_work
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Removes a technique that was added in mid-run."""
+        self._withdraw(name)
+        self.report.techniques[name] = TechniqueReport(name, "reverted", f"taken back: {reason}")
+
+    def _withdraw(self, name: str) -> list[TechniqueRun]:
+        leaving = [run for run in self._active if run.name == name]
+        for run in leaving:
+            run.close()
+            self.decisions.pop(name, None)
+        self._refresh()
+        return leaving
+
+    def revert_all(self, reason: str, name: str | None = None, kind: VerdictKind = "failed") -> None:
+        """Undoes edits for the rest of the run, and remembers it for a resumed one.
+
+        Args:
+            reason: Why.
+            name: The technique whose edits are undone; None for all techniques.
+            kind: The verdict on them. Only ``"refused"`` holds for later runs of the program.
+        """
+        for run in reversed(self._active):
+            if name in (None, run.name):
+                run.revert(reason, kind)
+
+    def undo(self) -> None:
+        """Undoes every edit: the model is again the one that was passed in. The report stays."""
+        for run in reversed(self._runs):
+            run.close()
+        self._refresh()
+
+    def degrade(self, message: str) -> None:
+        """Says that something asked for is not done: a warning, or an error when the plan is strict."""
+        if self._strict:
+            raise AccelError(f"{message} (strict=True)")
+        self.report.note(message)
+        warnings.warn(message, AccelWarning, stacklevel=3)
+
+    def _enter(self, technique: Technique) -> bool:
+        """Lets a technique take part. Returns False if it cannot on this machine."""
+        traits = technique.traits
+        reason = technique.unavailable(self.host) or traits.lacks(self.host)
+        if reason is None and self._is_sharded and traits.why_not_sharded:
+            reason = f"not with sharded parameters: {traits.why_not_sharded}"
+        record = self.report.of(technique.name)
+        if reason is None:
+            record.change("waiting")
+            self._runs.append(TechniqueRun(technique, record, self.decisions, self.degrade, self._refresh))
+            return True
+        record.change("unavailable", reason)
+        if technique.run.explicit or not technique.run.on_by_default:  # nobody will miss a default of ours
+            self.degrade(f"{technique.name}: {reason}")
+        return False
+
+    def _refresh(self) -> None:
+        """Reads off the states of the techniques what steps and batches have to do with."""
+        self._active = [run for run in self._runs if run.is_active]
+        awake = [run for run in self._active if not run.is_disabled]
+        acting = [run for run in awake if run.traits.acts_without_sites or run.context.watches_on]
+        self._at_work = [run for run in awake if run in acting or run.has_edits]
+        self.has_edits = any(run.traits.alters_steps and (run in acting or run.patches) for run in awake)
+        self._preparing = [run for run in self._at_work if type(run.technique).batch is not Technique.batch]
+        if not self._active:
+            self._trial_step = None
+
     # -- trials ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _trial(self, stage: str) -> Iterator[None]:
         """Around a step in which techniques are tried. If the step raises, the next one takes its place."""
         waiting = [run for run in self._active if run.record.state == "waiting" and run.patches]
-        on_trial = [run for run in waiting if run.technique.trial_step == self._trial_step]
+        on_trial = [run for run in waiting if run.traits.trial_step == self._trial_step]
         found: Decisions = {}
         self._owes_verdicts = bool(on_trial)
         with _UnderWay(self, stage):
@@ -213,7 +364,7 @@ class Engine(EngineTechniques):
                     stack.enter_context(eager_where_compiled(self.model))
                 # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
                 for run in reversed(on_trial):
-                    verdicts = run.enter(stack, "be tried", run.technique.trial, run.patches)
+                    verdicts = run.enter(stack, "be tried", run.trial)
                     found[run.name] = {} if verdicts is None else verdicts  # still empty, if it has begun
                 yield
             if self._active:  # else all was undone in the middle of the step
@@ -230,10 +381,10 @@ class Engine(EngineTechniques):
         for run in on_trial:
             if run.is_active:
                 run.conclude(ranks[0].get(run.name, {}))
-        if any(run.technique.trial_steps for run in on_trial):  # else there is nothing worth the time
+        if any(run.traits.trial_steps for run in on_trial):  # else there is nothing worth the time
             release_free_memory()
         if on_trial:
-            tried = [run for run in self._active if run.technique.trial_step is not None]
+            tried = [run for run in self._active if run.traits.trial_step is not None]
             self._stay_together({run.name: {p.site for p in run.patches if p.is_applied} for run in tried})
         self._trial_step = 1 if self._trial_step == 0 else None
         for run in self._active if self._trial_step is None else ():

@@ -50,7 +50,7 @@ class Plan(Arguments, Values):
         whole = self.settings()
         for name, declaration in declared.items():
             if not declaration.is_off(getattr(self, name)):
-                declaration.technique.check(whole[name], whole, self.verify)
+                declaration.technique.traits.conflicts(whole[name], whole, self.verify)
 
     def of(self, technique: str) -> Any:
         """The settings of one technique in their long form."""

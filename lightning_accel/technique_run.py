@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 from torch import nn
@@ -16,8 +16,11 @@ from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.report import AccelError, TechniqueReport, one_line
 from lightning_accel.core.states import SiteChanged, VerdictKind
-from lightning_accel.techniques.base import Refusal, Technique
-from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.events import Decided, Event, Settled, Switched
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Verdict, Verdicts
 
 Decisions = dict[str, Verdicts]
 """Technique → site → verdict."""
@@ -44,12 +47,13 @@ class TechniqueRun:
         degrade: Callable[[str], None],
         refresh: Callable[[], None],
     ) -> None:
-        self.technique, self.name, self.notes = technique, technique.name, technique.notes
-        self.record = record
+        self.technique, self.name, self.record = technique, technique.name, record
+        self.traits, self.context = technique.traits, technique.run
         self.patches, self.optimizer_patches = PatchSet(), PatchSet()  # in force or not yet
         self.is_disabled = False  # by live trials, for the steps to come
         self.is_closed = False
         self._decisions, self._degrade, self._refresh = decisions, degrade, refresh
+        self._variant: str | None = None  # that live trials have switched to; None: none yet
 
     @property
     def is_active(self) -> bool:
@@ -65,8 +69,9 @@ class TechniqueRun:
 
     def find_sites(self, model: nn.Module, host: Host) -> None:
         """Takes up what the technique finds in the model."""
-        one, nothing = self.technique, list[Patch | Refusal]()
-        found = self.ask(f"look at {type(model).__name__}", lambda: [*one.patches(model, host)], otherwise=nothing)
+        one, nothing = self.traits, list[Patch]()
+        find = self.technique.sites
+        found = self.ask(f"look at {type(model).__name__}", lambda: [*find(model, host)], otherwise=nothing)
         if not self.is_active:
             return
         for claim in found:
@@ -75,33 +80,44 @@ class TechniqueRun:
         if not one.edits_optimizers:
             self.warn_if_missing()
         waits_for = "the first step" if self.patches else "optimizers" if one.edits_optimizers else ""
-        status = self.notes.status or (f"waiting for {waits_for}" if waits_for else "no site in this model")
+        status = self.context.status or (f"waiting for {waits_for}" if waits_for else "no site in this model")
         self.record.change("waiting" if waits_for or is_on else "decided", status, is_on=is_on)
         self.take_notes()
 
     def edit_optimizers(self, named: Mapping[str, Optimizer]) -> None:
         """Takes up what the technique finds in optimizers, and puts it in force at once."""
-        for claim in self.technique.optimizers(named):
+        for claim in self.technique.optimizer_sites(named):
             verdict = self._decisions.get(self.name, {}).get(claim.site)
             if verdict is not None and not verdict.keep:
-                claim = Refusal(claim.site, verdict.reason)
+                claim = Site(claim.site, why_not=verdict.reason)
             self._propose(claim, self.optimizer_patches)
-            if isinstance(claim, Patch):
+            if not claim.why_not:
                 self._apply(claim, claim.change)
+                if self._variant is not None:
+                    claim.switch(self._variant)
                 self.settle()
 
     def warn_if_missing(self) -> None:
         """Warns if the user asked for the technique by name and it has found nothing to do."""
-        if self.technique.explicit and not self.has_edits and not self.technique.acts_without_sites:
+        if self.context.explicit and not self.has_edits and not self.traits.acts_without_sites:
             reason = "; ".join(self.record.refusals.values()) or "this model has nothing for it"
             self._degrade(f"{self.name} was asked for and found no site: {reason}")
 
     def apply_early(self) -> None:
-        """Puts the edits in force, before their trial if there is one."""
+        """Puts the edits in force that are so before their trial, or without one."""
+        is_early = self.traits.applied_before_trial or not self.context.verify
+        if not is_early or (self.context.live is not None and self.context.live.starts_off):
+            return
         for patch in list(self.patches):
             self._apply(patch, patch.change)
-        if self.technique.trial_step is None and self.patches:
+        if self.traits.trial_step is None and self.patches:
             self.settle()
+
+    def trial(self) -> AbstractContextManager[Verdicts]:
+        """Around the forward pass in which the edits are tried; without a trial all of them are kept."""
+        if self.context.verify:
+            return self.technique.trial(self.patches)
+        return nullcontext({patch.site: Verdict("kept") for patch in self.patches})
 
     def conclude(self, verdicts: Verdicts) -> None:
         """Applies the verdicts of a trial. If the trial was complete, keeps them for resumed and later runs, too."""
@@ -112,7 +128,7 @@ class TechniqueRun:
     def carry_out(self, verdicts: Verdicts) -> None:
         """Puts the edits in force that these verdicts keep, and undoes the others."""
         self.record.change("decided")
-        self.technique.decided(verdicts)
+        self.tell(Decided(verdicts))
         for patch in list(self.patches):
             verdict = verdicts.get(patch.site) or Verdict("untried", "has no verdict: not seen in its trial")
             if verdict.keep:
@@ -123,19 +139,48 @@ class TechniqueRun:
 
     def settle(self) -> None:
         """Tells the technique, and then the report, that its edits have changed."""
-        self.ask("settle", self.technique.settled, otherwise=None)
+        self.tell(Settled())
         if not self.is_active:
             return
         self._refresh()
         record = self.record
-        record.is_on = self.technique.acts_without_sites or bool(record.changes)
-        record.status = self.notes.status or record.outcome()
-        if self.technique.explicit and not record.is_on:
+        record.is_on = self.traits.acts_without_sites or bool(record.changes)
+        record.status = self.context.status or record.outcome()
+        if self.context.explicit and not record.is_on:
             self._degrade(f"{self.name} was asked for and is not in force anywhere: {record.status}")
 
-    def _propose(self, claim: Patch | Refusal, patches: PatchSet) -> None:
-        if isinstance(claim, Refusal):
-            self.record.sites.change(claim.site, "OFF", claim.reason)
+    # -- live trials -------------------------------------------------------------------------------------------
+
+    def arm(self) -> Arm | None:
+        """What live trials may switch; None if nothing, or while it is still to be tried itself."""
+        if self.context.live is None or self.record.state == "waiting":
+            return None
+        patches = [*self.patches, *self.optimizer_patches]
+        choices = tuple(dict.fromkeys(variant for patch in patches for variant in patch.variants))
+        live, settle = self.context.live, max((patch.settle for patch in patches), default=0)
+        choices = choices or live.variants
+        if len(choices) > 1 and not live.starts_off and live.setup is None:
+            self.switch(choices[0])  # optimizers of several kinds may each have begun with another one
+        return Arm(self.name, choices, self.switch, settle, **vars(live)) if choices else None
+
+    def switch(self, variant: str) -> None:
+        """Has all of its sites go another way from the next step on: a variant's, or the user's own."""
+        self._variant = variant
+        patches = [*self.patches, *self.optimizer_patches]
+        for patch in patches if variant != OFF else reversed(patches):
+            patch.switch(variant)
+        self.tell(Switched(variant))
+        begun = [patch for patch in patches if patch.is_applied and patch.site not in self.record.changes]
+        for patch in begun:
+            self.record.sites.change(patch.site, "ON", patch.change)
+        if begun:
+            self.settle()
+
+    # -- sites, one by one -------------------------------------------------------------------------------------
+
+    def _propose(self, claim: Patch, patches: PatchSet) -> None:
+        if claim.why_not:
+            self.record.sites.change(claim.site, "OFF", claim.why_not)
         else:
             patches.add(claim)
             self.record.sites.change(claim.site, "PROPOSED", claim.change)
@@ -157,14 +202,14 @@ class TechniqueRun:
 
     def _remember(self, verdicts: Verdicts) -> None:
         """Has verdicts hold for resumed and later runs, too."""
-        if self.technique.remembers:
+        if self.traits.remembers:
             self._decisions[self.name] = self._decisions.get(self.name, {}) | verdicts
 
     # -- what the technique says -------------------------------------------------------------------------------
 
     def take_notes(self) -> list[SiteChanged]:
         """Acts on what the technique has said; returns the changes of sites that come of it."""
-        refused, revised, warned = self.notes.take()
+        refused, revised, warned = self.context.take()
         record = self.record
         changes = [self._refuse(site, one.reason, one.measured) for site, one in refused.items()]
         for site, one in revised.items():
@@ -172,8 +217,8 @@ class TechniqueRun:
         if changes:
             self._remember(refused | revised)
             self.settle()
-        record.status, record.details = self.notes.status or record.status, self.notes.details
-        record.measured_as_a_whole = self.notes.measured
+        record.status, record.details = self.context.status or record.status, self.context.details
+        record.measured_as_a_whole = self.context.measured
         for message in warned:
             self._degrade(message)
         return changes
@@ -187,14 +232,18 @@ class TechniqueRun:
         try:
             return call(*args)
         except Exception as error:
-            told = (AccelError, SettingError if self.technique.on_by_default else ValueError)
-            if isinstance(error, told) or self.technique.is_part_of_training or is_out_of_memory(error):
+            told = (AccelError, SettingError if self.context.on_by_default else ValueError)
+            if isinstance(error, told) or self.traits.is_part_of_training or is_out_of_memory(error):
                 raise
             reason = f"could not {what}: {one_line(error)}"
         if self.is_active:
             self.revert(reason, "refused")
         self._degrade(f"{self.name} {reason}")
         return otherwise
+
+    def tell(self, event: Event) -> None:
+        """Tells the technique what has happened."""
+        self.ask(f"hear of {type(event).__name__}", self.technique.on, event, otherwise=None)
 
     def enter(self, stack: ExitStack, what: str, make: Callable[..., Any], *args: Any) -> Any:
         """Enters a context that the technique makes; returns what it yields, None if the technique raised."""
@@ -217,8 +266,8 @@ class TechniqueRun:
         for patch in [*self.patches, *self.optimizer_patches]:
             self._refuse(patch.site, reason)
             self._remember({patch.site: Verdict(kind, reason)})
-        self.notes.take()
-        self.ask("settle", self.technique.settled, otherwise=None)
+        self.context.take()
+        self.tell(Settled())
         self._refresh()
 
     def close(self) -> None:
@@ -226,5 +275,5 @@ class TechniqueRun:
         if not self.is_closed:
             self.optimizer_patches.undo()
             self.patches.undo()
-            self.ask("close", self.technique.close, otherwise=None)
+            self.ask("close", self.context.at_end.close, otherwise=None)
             self.is_closed = True

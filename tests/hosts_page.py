@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_accel.cli.decisions import ExampleModel, forecasts
 from lightning_accel.core.host import Host
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Forecast
+from lightning_accel.techniques.technique_context import Forecast
 from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 
 PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"

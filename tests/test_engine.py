@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,9 +20,11 @@ from lightning_accel.core.patch import AttributePatch, Patch, PatchSet
 from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import LoaderTerms, Refusal, Technique
-from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.base import LoaderTerms, Technique
+from lightning_accel.techniques.events import Event, Settled
 from lightning_accel.techniques.registry import declarations
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Verdict, Verdicts
 from support.models import TASKS, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU")
@@ -36,18 +39,21 @@ class Fake(Technique):
         self.calls: list[str] = []
         self.verdict = verdict or Verdict("kept", "2.0x the speed here")
         self.reason: str | None = None
+        traits = {name: attributes.pop(name) for name in [*attributes] if hasattr(self.traits, name)}
+        self.traits = replace(self.traits, **traits)
         for name, value in attributes.items():
-            setattr(self, name, value)
+            setattr(self.run if hasattr(self.run, name) else self, name, value)
+        self.run.at_end.callback(self.calls.append, "close")
 
     def unavailable(self, host: Host) -> str | None:
         return self.reason
 
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         for site, module in model.named_modules():
             if isinstance(module, nn.ReLU):
                 yield AttributePatch(site, "inplace → True", module, "inplace", True)
             elif isinstance(module, nn.Linear):
-                yield Refusal(site, "a linear layer")
+                yield Site(site, why_not="a linear layer")
 
     @contextmanager
     def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
@@ -65,11 +71,9 @@ class Fake(Technique):
     def batch(self, batch: Any, stage: str) -> Any:
         return batch + 1
 
-    def settled(self) -> None:
-        self.calls.append("settled")
-
-    def close(self) -> None:
-        self.calls.append("close")
+    def on(self, event: Event) -> None:
+        if isinstance(event, Settled):
+            self.calls.append("settled")
 
 
 def model() -> nn.Sequential:
@@ -220,7 +224,7 @@ def test_what_a_technique_had_to_say_before_it_rests_is_in_the_report() -> None:
     for _ in range(2):
         with handle.step():
             pass
-    fake.notes.status = "not worth its while"
+    fake.run.status = "not worth its while"
     handle.disable(["fake"])
     assert handle.report.of("fake").status == "not worth its while"
 
@@ -232,13 +236,13 @@ def test_an_objection_after_the_trial_takes_a_site_back_for_good() -> None:
         with handle.step():
             pass
     with handle.step():
-        fake.notes.refuse("1", "line 7 does not like it")
+        fake.run.refuse("1", "line 7 does not like it")
     assert inplace(net) == [False, True]
     assert handle.report.refused("fake")["1"] == "line 7 does not like it"
     assert handle.report.applied("fake") == ["2"]
     assert handle.decisions["fake"]["1"] == Verdict("refused", "line 7 does not like it")
     assert handle.decisions["fake"]["2"].keep
-    assert not fake.notes.is_new
+    assert not fake.run.is_new
     assert handle.report.of("fake").was_in_force
 
 
@@ -340,7 +344,7 @@ def test_strict_raises_where_the_default_warns_and_leaves_the_model_alone(fake: 
 
 def test_an_error_while_claiming_undoes_and_closes_what_came_before() -> None:
     class Broken(Fake):
-        def patches(self, model: nn.Module, host: Host) -> Iterable[Patch]:
+        def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
             raise ValueError("no block matches")
 
     net, other = model(), Fake(name="other", applied_before_trial=True)
@@ -359,8 +363,7 @@ class Clumsy(Fake):
     name: ClassVar[str] = "clumsy"
 
     def __init__(self, where: str, error: Exception | None = None, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        self.on_by_default = attributes.get("on_by_default", True)
+        super().__init__(**{"on_by_default": True} | attributes)
 
         def fail(*args: Any) -> Any:
             raise error or AttributeError("no attribute 'hooks'")
@@ -371,10 +374,13 @@ class Clumsy(Fake):
             yield
 
         method, _, entered = where.partition(", ")
-        setattr(self, method, fail_when_entered if entered else fail)
+        if method == "close":
+            self.run.at_end.callback(fail)
+        else:
+            setattr(self, method, fail_when_entered if entered else fail)
 
 
-WHERE = ["patches", "optimizers", "batch", "loader", "arms", "settled", "close", "step", "trial"]
+WHERE = ["sites", "optimizer_sites", "batch", "loader", "on", "close", "step", "trial"]
 
 
 def all_of_a_run(net: nn.Module, *techniques: Technique, **options: Any) -> Engine:
@@ -412,8 +418,8 @@ def test_strict_raises_where_a_technique_does_on_meeting_something(where: str) -
 
 def test_what_a_technique_tells_the_user_goes_through() -> None:
     for clumsy, kind in (
-        (Clumsy("patches", SettingError("no block 'Blok'")), SettingError),
-        (Clumsy("patches", ValueError("no block 'Blok'"), on_by_default=False), ValueError),
+        (Clumsy("sites", SettingError("no block 'Blok'")), SettingError),
+        (Clumsy("sites", ValueError("no block 'Blok'"), on_by_default=False), ValueError),
         (Clumsy("batch", torch.OutOfMemoryError("CUDA out of memory.")), torch.OutOfMemoryError),
         (Clumsy("batch", is_part_of_training=True), AttributeError),
     ):
@@ -492,12 +498,12 @@ def test_the_defaults_of_the_protocol_do_nothing() -> None:
         name: ClassVar[str] = "nothing"
 
     net = nn.Linear(2, 2)
-    handle = engine(net, Nothing())
+    handle = engine(net, nothing := Nothing(None, None))  # type: ignore[arg-type]
     with handle.step():
         assert handle.batch("batch") == "batch"
     assert handle.report.of("nothing").status == "no site in this model"
     patches = PatchSet([AttributePatch("1", "", nn.ReLU(), "inplace", True)])
-    kept: Callable[[PatchSet], AbstractContextManager[Verdicts]] = Nothing().trial
+    kept: Callable[[PatchSet], AbstractContextManager[Verdicts]] = nothing.trial
     with kept(patches) as verdicts:
         assert verdicts == {"1": Verdict("kept")}
     handle.undo()

@@ -25,7 +25,6 @@ LAYERS = (
     ("techniques",),
     ("arguments.py", "settings.py"),
     ("technique_run.py",),
-    ("engine_techniques.py",),
     ("engine.py",),
     ("tuning",),
     ("evidence", "deploy"),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_accel.assembly import build_context
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import Patch
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Forecast, Technique
+from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.technique_context import Forecast
 
 
 class ExampleModel(nn.Module):
@@ -83,28 +83,28 @@ def forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
 
 
 def _forecast(technique: Technique, host: Host, model: nn.Module) -> Forecast:
-    told = technique.forecast(host)
-    if told is not None:
-        return told
+    told, traits = technique.run.forecast, technique.traits
     reason = technique.unavailable(host)
-    if reason is not None:
-        return Forecast(acts=False, brief="no", words=reason)
+    if reason is not None and (told is None or told.acts):
+        return Forecast(acts=False, brief="no", words=reason, is_missed=told is None or told.is_missed)
+    if told is not None and told.words:
+        return told
     try:
-        claims = list(technique.patches(model, host))
+        claims = list(technique.sites(model, host))
     finally:
-        technique.close()
-    if technique.acts_without_sites:
-        words = technique.notes.status or "decides by what the first steps measure"
+        technique.run.at_end.close()
+    if traits.acts_without_sites:
+        words = technique.run.status or "decides by what the first steps measure"
         return Forecast(acts=True, brief="yes", words=words)
-    sites = sum(isinstance(claim, Patch) for claim in claims)
-    alternatives = technique.alternatives(host)
-    when = "asked at every call" if technique.trial_step is None else "tried on the first batch"
+    sites = sum(not claim.why_not for claim in claims)
+    is_tried = traits.trial_step is not None
+    when = "tried on the first batch" if is_tried else "asked at every call"
     found = f"{sites} site{'' if sites == 1 else 's'}, {when}"
-    found += f" with {', '.join(alternatives)}" if alternatives else ""
-    refusals = Counter(claim.reason for claim in claims if not isinstance(claim, Patch))
+    found += f" with {told.brief}" if told is not None else ""
+    refusals = Counter(claim.why_not for claim in claims if claim.why_not)
     alone = [f"{count} left alone: {reason}" for reason, count in refusals.items()]
     return Forecast(
         acts=sites > 0,
-        brief=", ".join(alternatives) or (("yes" if technique.trial_step is None else "tried") if sites else "no"),
+        brief=told.brief if told is not None else (("tried" if is_tried else "yes") if sites else "no"),
         words="; ".join([found, *alone] if sites else alone) or "no site in this model",
     )

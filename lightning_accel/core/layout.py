@@ -60,6 +60,8 @@ class WeightLayout(Patch):
         strides: For every parameter changed, the strides it had.
     """
 
+    settle = 1
+
     def __init__(self, site: str, convolution: nn.Module, dim: int) -> None:
         super().__init__(site, f"weight → {FORMAT_NAMES[dim]}")
         self.lays_input = False
@@ -71,6 +73,11 @@ class WeightLayout(Patch):
         self._takes_input = hasattr(convolution, convolution_method())  # transposed convolutions do not
         self._held = MethodPatch(site, "contiguous weight", convolution, convolution_method(), _on_contiguous_weight)
         self._input = MethodPatch(site, "input in its format", convolution, convolution_method(), self._on_laid_out)
+
+    @override
+    def switch(self, variant: str) -> None:
+        self.resume()
+        super().switch(variant)
 
     def hold(self) -> None:
         """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.

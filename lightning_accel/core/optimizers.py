@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -42,6 +42,32 @@ def are_all(optimizers: Sequence[Optimizer], model: nn.Module) -> bool:
     own = [optimizer for optimizer in optimizers if type(optimizer).__module__.startswith("torch.optim.")]
     held = {id(parameter) for one in own for group in one.param_groups for parameter in group["params"]}
     return bool(own) and all(id(p) in held for p in model.parameters() if p.requires_grad)
+
+
+class KnownOptimizers:
+    """The optimizers that the techniques of a run know, each by a name in the order of their coming."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._all: list[Optimizer] = []
+        self._told: dict[int, Optimizer] = {}
+
+    def told(self, optimizers: Iterable[Optimizer]) -> dict[str, Optimizer]:
+        """Adds optimizers that somebody has named; returns those that are new."""
+        new = self._added(told := list(optimizers))
+        self._told |= {id(optimizer): optimizer for optimizer in told}
+        return new
+
+    def searched(self) -> dict[str, Optimizer]:
+        """Adds those that the process has, if what was named is not all; returns those that are new."""
+        return {} if are_all([*self._told.values()], self._model) else self._added(living_optimizers(self._model))
+
+    def _added(self, optimizers: list[Optimizer]) -> dict[str, Optimizer]:
+        known = set(map(id, self._all))
+        new = [optimizer for optimizer in optimizers if id(optimizer) not in known]
+        named = {f"optimizer {index}": optimizer for index, optimizer in enumerate(new, start=len(self._all))}
+        self._all += new
+        return named
 
 
 def _kinds_of(kind: type) -> list[type]:

@@ -22,7 +22,14 @@ class Patch(ABC):
         site: Where: the qualified name of a module in the model, ``""`` for the model itself.
         change: What, for the report: ``"forward → checkpointed"``.
         is_applied: Whether it is made.
+        why_not: Why there is no edit at this site after all; empty if there is one.
+        variants: What live trials may switch it to, beside ``"off"``; the first holds once it is applied.
+        settle: Steps after a switch that are slower for it.
     """
+
+    why_not = ""
+    variants: tuple[str, ...] = ("on",)
+    settle: int = 0
 
     def __init__(self, site: str, change: str) -> None:
         self.site = site
@@ -44,6 +51,10 @@ class Patch(ABC):
         if self.is_applied:
             self._undo()
             self.is_applied = False
+
+    def switch(self, variant: str) -> None:
+        """Puts a variant in force, between two steps. What is none of its variants is the user's own way."""
+        (self.apply if variant in self.variants else self.undo)()
 
     @abstractmethod
     def _apply(self) -> None: ...

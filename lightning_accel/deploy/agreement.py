@@ -15,7 +15,7 @@ from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
 from lightning_accel.deploy.losses import loss, outputs_of, worst
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 
 Judge = Callable[[nn.Module, Callable[..., Any], list[Arguments]], tuple[str, float]]
 """Of a module, a form of it and some arguments: how it is off, in words, empty where it is not; the largest error."""
@@ -41,7 +41,7 @@ def differs(original: nn.Module, candidate: Callable[..., Any], calls: list[Argu
     for args, kwargs in calls:
         options: Any = {"with_gradients": False, "samples": None, "keeps_strides": False}
         trial = Trial(original, args, kwargs, **options, judged=lambda out: _judged(out, half))
-        found = trial.numbers(Variant(original.forward), Variant(candidate))
+        found = trial.numbers(TrialSide(original.forward), TrialSide(candidate))
         if found.failure:
             return f"{found.failure}, for inputs of {shapes_in((args, kwargs))}", found.error
         largest = max(largest, found.error)

@@ -24,7 +24,7 @@ from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.screening import PAIRS
 from lightning_accel.experiment.time_calls import time_calls
 from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched
-from lightning_accel.experiment.trial_runs import TooDearError, TrialRuns, Variant
+from lightning_accel.experiment.trial_runs import TooDearError, TrialRuns, TrialSide
 
 _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 
@@ -72,7 +72,7 @@ class NumbersComparison:
 class Trial(TrialRuns):
     """Judges a candidate beside the original: by numbers, and by a few times."""
 
-    def numbers(self, original: Variant, candidate: Variant, *, in_other_orders: bool = True) -> NumbersComparison:
+    def numbers(self, original: TrialSide, candidate: TrialSide, *, in_other_orders: bool = True) -> NumbersComparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
 
         The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
@@ -89,15 +89,15 @@ class Trial(TrialRuns):
             left_behind.append("its input")
         return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
 
-    def rehearse(self, side: Variant) -> NumbersComparison:
+    def rehearse(self, side: TrialSide) -> NumbersComparison:
         """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
         return self._timed(1, {"candidate": side})
 
-    def time(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def time(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         """Times both, forward and backward, a few times in turns."""
         return self._timed(PAIRS, {"original": original, "candidate": candidate})
 
-    def _timed(self, rounds: int, sides: dict[str, Variant]) -> NumbersComparison:
+    def _timed(self, rounds: int, sides: dict[str, TrialSide]) -> NumbersComparison:
         def timed() -> NumbersComparison:
             calls = {name: functools.partial(self._ready, side) for name, side in sides.items()}
             seconds = time_calls(calls, self._device, rounds=rounds)
@@ -121,7 +121,7 @@ class Trial(TrialRuns):
         return found, left_behind
 
     @contextmanager
-    def _ready(self, side: Variant) -> Iterator[Callable[[], object]]:
+    def _ready(self, side: TrialSide) -> Iterator[Callable[[], object]]:
         """Prepares a pass of one side to be timed.
 
         Raises:
@@ -133,7 +133,7 @@ class Trial(TrialRuns):
 
     # -- numbers -----------------------------------------------------------------------------------------------
 
-    def _by_rounding(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def _by_rounding(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         args, kwargs = self.args, self.kwargs
         if self.samples is not None:
             with original.state(), self._streams():
@@ -142,7 +142,7 @@ class Trial(TrialRuns):
         found = self._judge(Measuring(expected, self._coarsest(expected)), expected, actual)
         return replace(found, failure=found.failure or otherwise)
 
-    def _by_spread(self, original: Variant, candidate: Variant) -> NumbersComparison:
+    def _by_spread(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         with self._without_dropout() as dropped:
             with original.state(), self._streams():
                 args, kwargs = self._samples(original.call)
@@ -167,7 +167,7 @@ class Trial(TrialRuns):
         return found
 
     def _both(
-        self, original: Variant, candidate: Variant, args: Any, kwargs: Any
+        self, original: TrialSide, candidate: TrialSide, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], str]:
         """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
         expected, before = self._once(original, args, kwargs)

@@ -28,7 +28,7 @@ _WIDE = 6.0  # times as long as a candidate's call the original takes in float64
 
 
 @dataclass(frozen=True)
-class Variant:
+class TrialSide:
     """One side of a trial.
 
     Attributes:
@@ -85,7 +85,7 @@ class TrialRuns:
     keeps_kernels: bool = False
     purse: Purse | None = None
     alike: Spread = field(default_factory=Spread)
-    formulas: Sequence[Variant] = ()
+    formulas: Sequence[TrialSide] = ()
     convolves: bool = False
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class TrialRuns:
     def _without_dropout(self) -> AbstractContextManager[list[float]]:
         return nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
 
-    def _once(self, side: Variant, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
+    def _once(self, side: TrialSide, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
         """What it computes, and the states of the random streams after that. Each run begins with the same ones."""
         self._ask_purse()
         with self._streams() as before, side.state():
@@ -138,16 +138,16 @@ class TrialRuns:
             return self.args, self.kwargs
         return sliced
 
-    def _in_other_orders(self, original: Variant, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
+    def _in_other_orders(self, original: TrialSide, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
         size = self._batch_size if args is self.args else self.samples or 0
         orders = other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels)
-        return self._computed(((Variant(call, original.state), setting) for call, setting in orders), args, kwargs)
+        return self._computed(((TrialSide(call, original.state), setting) for call, setting in orders), args, kwargs)
 
     def _by_formulas(self, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
         return self._computed(((formula, nullcontext()) for formula in self.formulas), args, kwargs)
 
     def _computed(
-        self, sides: Iterable[tuple[Variant, AbstractContextManager[Any]]], args: Any, kwargs: Any
+        self, sides: Iterable[tuple[TrialSide, AbstractContextManager[Any]]], args: Any, kwargs: Any
     ) -> Iterator[list[Tensor]]:
         """The results of those that can compute this: views of its input, say, or its kernels, may not allow it."""
         for side, setting in sides:
@@ -160,7 +160,7 @@ class TrialRuns:
                 continue
             yield run
 
-    def _oracle(self, original: Variant, args: Any, kwargs: Any) -> list[Tensor] | None:
+    def _oracle(self, original: TrialSide, args: Any, kwargs: Any) -> list[Tensor] | None:
         """The original in float64; None where that cannot be had, or would take too much memory."""
         if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_accel.technique_run import Decisions
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 from lightning_accel.tuning.tuning_result import Tuning
 
 

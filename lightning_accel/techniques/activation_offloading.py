@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from lightning_accel.experiment.pair_schedule import Schedule
 from lightning_accel.experiment.screening import fastest
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.saved_tensors import saving
-from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
+from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
 from lightning_accel.techniques.registry import register
 
 OffloadingSetting = Literal["auto", "off", "host", "disk"]
@@ -69,6 +69,24 @@ class OffloadingPlan:
         return Offloading(to, int(parse_bytes("activation_offloading.min_bytes", self.min_bytes)), self.folder)
 
 
+def _conflicts(settings: OffloadingPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
+    compiled = all_settings["compile"].mode
+    if settings.always and compiled in _RECORDING:
+        raise ValueError(
+            f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
+            " graphs: their activations have fixed places in memory and cannot be moved."
+            " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
+        )
+
+
+def _oom_fallbacks(settings: OffloadingPlan, context: BuildContext) -> Iterator[OomFallback]:
+    # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
+    is_taken = context.settings["memory_budget"].budget != "off"
+    is_recorded = context.settings["compile"].mode in _RECORDING
+    if settings.to == "auto" and context.device.type == "cuda" and not (is_taken or is_recorded):
+        yield OomFallback(replace(settings, to="host"), costs=0.25, keeps=0.1)
+
+
 @register(
     "activation_offloading",
     settings=OffloadingPlan,
@@ -81,23 +99,28 @@ class OffloadingPlan:
 class ActivationOffloading(Technique):
     """Offloads the saved tensors of every training step."""
 
-    acts_without_sites: ClassVar[bool] = True
-    not_on: ClassVar[Mapping[str, str]] = {
-        "mps": "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing is"
-        " moved from there. Use gradient_checkpointing to need less memory",
-        "xla": "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
-        " torch_xla.utils.checkpoint to need less memory",
-    }
+    traits = Traits(
+        acts_without_sites=True,
+        not_on={
+            "mps": "an Apple GPU computes in the host's memory, of which moving would free none, and to a disk nothing"
+            " is moved from there. Use gradient_checkpointing to need less memory",
+            "xla": "XLA moves what it computes with itself, and nothing can be copied beside it. Use"
+            " torch_xla.utils.checkpoint to need less memory",
+        },
+        conflicts=_conflicts,
+        oom_fallbacks=_oom_fallbacks,
+    )
 
     def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
         offloading = plan.on(device.type)
         assert offloading is not None
         self.offloader = Offloader(device, offloading)
+        self.run.at_end.callback(self.offloader.close)
         self._plan = plan
         self._model = model
         self._search = DepthSearch(device)
         self._gains_nothing = plan.to == "host" and device.type == "cpu"
-        self.notes.status = self._describe(None)
+        self.run.status = self._describe(None)
 
     @classmethod
     @override
@@ -105,27 +128,6 @@ class ActivationOffloading(Technique):
         if not settings.always or context.settings["memory_budget"].budget != "off":
             return None  # the planner of the budget decides what is offloaded
         return cls(settings, context.model, context.device)
-
-    @classmethod
-    @override
-    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
-        settings = context.settings[cls.name]
-        # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
-        is_taken = context.settings["memory_budget"].budget != "off"
-        is_recorded = context.settings["compile"].mode in _RECORDING
-        if settings.to == "auto" and context.device.type == "cuda" and not (is_taken or is_recorded):
-            yield OomFallback(replace(settings, to="host"), costs=0.25, keeps=0.1)
-
-    @classmethod
-    @override
-    def check(cls, settings: OffloadingPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-        compiled = all_settings["compile"].mode
-        if settings.always and compiled in _RECORDING:
-            raise ValueError(
-                f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
-                " graphs: their activations have fixed places in memory and cannot be moved."
-                " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
-            )
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
@@ -144,13 +146,9 @@ class ActivationOffloading(Technique):
                 yield
         finally:
             for complaint in self.offloader.complaints:
-                self.notes.warn(complaint)
+                self.run.warn(complaint)
             self.offloader.complaints.clear()
-            self.notes.status = self._describe(self.offloader.stats.bytes_out - before)
-
-    @override
-    def close(self) -> None:
-        self.offloader.close()
+            self.run.status = self._describe(self.offloader.stats.bytes_out - before)
 
     def _describe(self, step_bytes: int | None) -> str:
         if step_bytes is None:

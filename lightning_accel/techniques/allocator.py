@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core import heap
 from lightning_accel.core.allocators import can_expand_segments, installed_library, segment_settings
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.arms import OFF, Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
+from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.technique_context import Forecast, Verdict
 
 KEEP = "keep"
 LEAST_FAULTS = 128
@@ -49,8 +51,11 @@ class AllocatorPlan:
 class HeapPatch(Patch):
     """Has the heap keep freed memory. Taken back, it gives memory back from where glibc would come to at most."""
 
-    def __init__(self) -> None:
+    settle = 1
+
+    def __init__(self, is_worth_it: Callable[[], bool]) -> None:
         super().__init__("", "freed memory is kept for the next step")
+        self._is_worth_it = is_worth_it
         self._heap = heap.Heap()
         self._process = psutil.Process()
         self._steps = 0  # begun since nothing free was held
@@ -65,9 +70,15 @@ class HeapPatch(Patch):
     def _undo(self) -> None:
         self._heap.leave()
 
-    def choose(self, choice: str) -> None:
+    @property
+    @override
+    def variants(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (KEEP,) if self._is_worth_it() else ()
+
+    @override
+    def switch(self, variant: str) -> None:
         """Has memory kept between two steps, or the heap as it was in the plain run."""
-        if choice == OFF:
+        if variant == OFF:
             self._heap.as_it_was()
         elif self.is_applied:
             self._apply()
@@ -85,6 +96,16 @@ class HeapPatch(Patch):
         self._steps += 1
 
 
+def _lacks(host: Host) -> str | None:
+    if own := segment_settings() if host.kind == "cuda" else heap.heap_settings():
+        return f"as {_in_words(own)} has it"
+    if host.kind == "cuda":
+        return None if can_expand_segments() else "torch cannot expand segments of CUDA memory on this system"
+    if (used := heap.heap_in_use()) == heap.GLIBC:
+        return None
+    return f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
+
+
 @register("allocator", settings=AllocatorPlan, default="auto", on="auto", after="compile", exactness="exact")
 class AllocatorTechnique(Technique):
     """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
@@ -93,57 +114,47 @@ class AllocatorTechnique(Technique):
     at most, within one that is of another number format or size more.
     """
 
-    trial_step: ClassVar[None] = None
-    remembers: ClassVar[bool] = False
-    alters_steps: ClassVar[bool] = False
+    traits = Traits(trial_step=None, remembers=False, alters_steps=False, lacks=_lacks)
 
-    def __init__(self, for_memory: str = "", cuda_index: int | None = None) -> None:
-        self._for_memory = for_memory  # the setting of another technique that is there to save memory of the host
-        self._cuda_index = cuda_index  # of the run's device; None: the current one
-        self._patch: HeapPatch | None = None
+    def __init__(self, settings: AllocatorPlan, context: BuildContext) -> None:
+        given = context.settings
+        # The setting of another technique that is there to save memory of the host.
+        self._for_memory = "activation_offloading" if given["activation_offloading"].to == "disk" else ""
+        if given["memory_budget"].budget != "off":
+            self._for_memory = "memory_budget"
+        self._cuda_index = context.device.index  # None: the current one
         self._counts: list[int] = []  # of pages asked for so far, at the beginning of each step
         self._faults = 0
         self._is_decided = self._is_kept = False
-        self._is_cuda = False
+        self._is_cuda = context.host.kind == "cuda"
+        told = Forecast(True, "told", "says what segments that expand would save: `lightning-accel run`")
+        tried = Forecast(True, "tried", "freed memory is kept where steps ask the system for pages")
+        self.run.forecast = told if self._is_cuda else tried
 
-    @classmethod
-    @override
-    def from_settings(cls, settings: AllocatorPlan, context: BuildContext) -> Self:
-        given = context.settings
-        for_memory = "activation_offloading" if given["activation_offloading"].to == "disk" else ""
-        if given["memory_budget"].budget != "off":
-            for_memory = "memory_budget"
-        return cls(for_memory, context.device.index)
+    @cached_property
+    def _patch(self) -> HeapPatch:
+        return HeapPatch(self._is_worth_it)
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        if host.kind == "cuda":
-            if own := segment_settings():
-                return f"as {_in_words(own)} has it"
-            return None if can_expand_segments() else "torch cannot expand segments of CUDA memory on this system"
-        if host.kind != "cpu":
+        if host.kind not in ("cpu", "cuda"):
             return f"nothing to choose on {host.kind}"
-        if self._for_memory:
+        if self._for_memory and host.kind == "cpu":
             return f"not beside {self._for_memory}, for which memory has to go back to the system"
-        if own := heap.heap_settings():
-            return f"as {_in_words(own)} has it"
-        if (used := heap.heap_in_use()) == heap.GLIBC:
-            return None
-        return f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
+        return None
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:
         if host.kind == "cuda":
-            self._is_cuda = self.watches_on = True
-            self.notes.status = "segments of CUDA memory are looked at in the first steps"
+            self.run.watches_on = True
+            self.run.status = "segments of CUDA memory are looked at in the first steps"
         else:
-            self._patch = HeapPatch()
+            self.run.live = Live(starts_off=True)
             yield self._patch
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
         if stage == "train" and self._is_kept:
-            assert self._patch is not None
             self._patch.limit()
         elif stage == "train" and not self._is_decided:
             self._counts.append(heap.page_faults())
@@ -151,21 +162,10 @@ class AllocatorTechnique(Technique):
                 self._decide()
         return nullcontext()
 
-    @override
-    def arms(self) -> Iterator[Arm]:
-        if not self._is_decided and not self._is_cuda and len(self._counts) >= _FIRST_STEPS + 2:
+    def _is_worth_it(self) -> bool:
+        if not self._is_decided and len(self._counts) >= _FIRST_STEPS + 2:
             self._decide()
-        if self._patch is not None and self._is_decided:
-            gain_ms = self._faults * heap.page_fault_ms()
-            yield Arm(self.name, (KEEP,), self._choose, settle=1, gain_ms=gain_ms, starts_off=True)
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if host.kind == "cuda":
-            return Forecast(True, "told", "says what segments that expand would save: `lightning-accel run`")
-        if host.kind != "cpu":
-            return Forecast(False, "no", f"nothing to choose on {host.kind}")
-        return Forecast(True, "tried", "freed memory is kept where steps ask the system for pages")
+        return self._is_decided and self._faults >= LEAST_FAULTS
 
     def _decide(self) -> None:
         """Once. Ranks may come to different ends: an arm that one of them lacks is tried by none."""
@@ -176,32 +176,30 @@ class AllocatorTechnique(Technique):
         counts = self._counts[_FIRST_STEPS:]
         # On the average: the end of the heap goes back to the system in some steps and not in others.
         self._faults = (counts[-1] - counts[0]) // (len(counts) - 1)
-        assert self._patch is not None
         words = self._in_words()
         if self._faults < LEAST_FAULTS:
-            self.notes.refuse("", f"{words}: nothing to gain")
-            self._patch = None
+            self.run.refuse("", f"{words}: nothing to gain")
             return
-        self.notes.revise("", Verdict("refused", f"{words}: for live trials to decide"))
+        self.run.live = Live(gain_ms=self._faults * heap.page_fault_ms(), starts_off=True)
+        self._patch.change += f": {words}"
+        self.run.revise("", Verdict("refused", f"{words}: for live trials to decide"))
         others = [name for name in (heap.JEMALLOC, heap.TCMALLOC) if installed_library(name)]
         if others:
-            self.notes.details = f"{' or '.join(others)} could save most of that: {_RUN}"
+            self.run.details = f"{' or '.join(others)} could save most of that: {_RUN}"
 
     def _in_words(self) -> str:
         return f"a step asks the system for {self._faults:,} pages, about {self._faults * heap.page_fault_ms():.1f} ms"
 
-    def _choose(self, choice: str) -> None:
-        assert self._patch is not None
-        if choice != OFF and not self._patch.is_applied:
-            self.notes.revise("", Verdict("kept", f"{self._patch.change}: {self._in_words()}"))
-        self._patch.choose(choice)
-        self._is_kept = choice != OFF
+    @override
+    def on(self, event: Event) -> None:
+        if isinstance(event, Switched):
+            self._is_kept = event.variant != OFF
 
     def _say_what_segments_cost(self) -> None:
-        self.watches_on, self.notes.status = False, ""
+        self.run.watches_on, self.run.status = False, ""
         index = self._cuda_index
         unused = torch.cuda.max_memory_reserved(index) - torch.cuda.max_memory_allocated(index)
-        self.notes.refuse(
+        self.run.refuse(
             "",
             f"{format_bytes(unused)} of CUDA memory are held beyond what is used at the peak; segments that expand need"
             f" their variable before CUDA starts: {_RUN}",

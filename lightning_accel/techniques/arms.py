@@ -28,18 +28,25 @@ class ArmSetup(Protocol):
         """Gives the setup up, since it is not worth its time in this run."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """An option of a technique with several choices. Each choice trains the same, except for rounding."""
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """How live trials treat a technique: as an arm whose choices are the variants of its sites."""
 
-    name: str  # of the technique, in the report and in caches
-    choices: tuple[str, ...]  # beside "off", the user's own code; the first is the default
-    choose: Callable[[str], None]  # puts a choice, or "off", in force from the next step on
-    settle: int = 0  # steps after a switch that are slower for it (layouts, caches) and do not count
-    settle_of: Mapping[str, int] = field(default_factory=dict)  # the same for single choices that need more such steps
+    variants: tuple[str, ...] = ()  # of a technique that acts without sites, and hears of them by `Switched`
+    settle_of: Mapping[str, int] = field(default_factory=dict)  # choices that need more steps to settle than others
     has: Callable[[str], bool] = lambda choice: True  # whether a choice is possible; asked before it is compared
     saves_memory: bool = False  # whether it is meant to save memory: it stays unless the run is slower with it
     gain_ms: float | None = None  # the most that it can gain in a step, by its trial; None if nothing was timed
     starts_off: bool = False  # whether it is off until live trials put it on; it stays off in a run too short for them
     asked_alone: bool = False  # whether the first question, about the whole plan, leaves it out: it mostly loses
     setup: ArmSetup | None = None  # what it needs once; None if nothing. Such an arm is tried after all the others
+
+
+@dataclass(frozen=True)
+class Arm(Live):
+    """An option of a technique with several choices. Each choice trains the same, except for rounding."""
+
+    name: str  # of the technique, in the report and in caches
+    choices: tuple[str, ...]  # beside "off", the user's own code; the first is the default
+    choose: Callable[[str], None]  # puts a choice, or "off", in force from the next step on
+    settle: int = 0  # steps after a switch that are slower for it (layouts, caches) and do not count

@@ -19,7 +19,7 @@ from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
 from lightning_accel.techniques.compiled_graphs import ReplayedPatch
-from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
+from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts
 
 FIRST_S = 10.0
 """What a kind of block is taken to cost before any was compiled: code generation, and a C++ or Triton compiler."""
@@ -34,28 +34,31 @@ class CompileSetup:
     Whenever a graph was compiled, ``told`` is called with its kind.
     """
 
-    def __init__(self, notes: Notes, told: Callable[[CompiledKind], None]) -> None:
-        self.patches: list[CompilePatch] = []  # of the blocks that may be compiled
+    def __init__(
+        self,
+        run: TechniqueContext,
+        patches: list[CompilePatch],  # of the blocks that may be compiled
+        kinds: dict[Hashable, CompiledKind],
+        told: Callable[[CompiledKind], None],
+    ) -> None:
         self.known: Verdicts = {}  # what an earlier run's trial has found, or this one's
-        self.agree: Callable[[Any], Any] | None = None  # as techniques have it
         self.is_over = False  # whether what can be compiled is
         self.has_graphs = True  # whether there may be, or are, compiled blocks that CUDA graphs replay
-        self._notes, self._told = notes, told
+        self._run, self._patches, self._kinds, self._told = run, patches, kinds, told
         self._probes = PatchSet()
         self._found: Verdicts = {}
-        self._kinds: dict[Hashable, CompiledKind] = {}
         self._may_take_s = self._taken_s = self._longest_s = 0.0
 
     @property
     def possible(self) -> list[CompilePatch]:
         """Those that nothing is known against."""
-        return [patch for patch in self.patches if self.known.get(patch.site, Verdict("kept")).keep]
+        return [patch for patch in self._patches if self.known.get(patch.site, Verdict("kept")).keep]
 
     def expected_s(self) -> float:
         return FIRST_S * len({alike(patch.block, (), {}) for patch in self.possible})
 
     def decline(self, reason: str) -> None:
-        self._notes.status = reason
+        self._run.status = reason
 
     def begin(self, may_take_s: float) -> None:
         self._may_take_s, self._taken_s, self._longest_s = may_take_s, 0.0, 0.0
@@ -66,45 +69,39 @@ class CompileSetup:
             at_first_call(patch.site, patch.block, self._meeting(patch), when=torch.is_grad_enabled)
             for patch in self.possible
         )
+        self._run.at_end.callback(self._probes.undo)
         self._probes.apply()
 
     def end(self) -> float | None:
         self._probes.undo()
         self.is_over = True
         # Rank 0's hold: what it keeps, and another rank could not compile, runs eagerly there.
-        decided = self._found if self.agree is None else self.agree(self._found)
+        decided = self._found if self._run.agree is None else self._run.agree(self._found)
         replayed = [patch for patch in self.possible if isinstance(patch, ReplayedPatch)]
         if replayed:
-            has_graphs = not all(patch.why_not for patch in replayed)
-            self.has_graphs = has_graphs if self.agree is None else self.agree(has_graphs)
+            has_graphs = not all(patch.why_not_replayed for patch in replayed)
+            self.has_graphs = has_graphs if self._run.agree is None else self._run.agree(has_graphs)
         for patch in self.possible:
             found, of_rank_0 = self._found[patch.site], decided[patch.site]
             self._conclude(patch, found if of_rank_0.keep else of_rank_0)
         if not any(verdict.keep for verdict in decided.values()):
-            self._notes.status = ""
+            self._run.status = ""
             return None
-        compiled = sum(patch.is_applied for patch in self.patches)
-        self._notes.status = (
+        compiled = sum(patch.is_applied for patch in self._patches)
+        self._run.status = (
             f"{compiled} {'block' if compiled == 1 else 'blocks'} of {len(self._kinds)}"
             f" {'kind' if len(self._kinds) == 1 else 'kinds'}, compiled and tried in {self._taken_s:.1f} s"
         )
         return self._taken_s
-
-    def close(self) -> None:
-        """Forgets all that was compiled."""
-        self._probes.undo()
-        for kind in self._kinds.values():
-            kind.forget()
-        self.patches, self._kinds = [], {}
 
     def _conclude(self, patch: CompilePatch, verdict: Verdict) -> None:
         self.known[patch.site] = verdict
         if verdict.keep:
             patch.apply()
             in_force = patch.remark if isinstance(patch, ReplayedPatch) else patch.change
-            self._notes.revise(patch.site, replace(verdict, reason=verdict.reason or in_force))
+            self._run.revise(patch.site, replace(verdict, reason=verdict.reason or in_force))
         else:
-            self._notes.refuse(patch.site, verdict.reason, verdict.measured, verdict.kind)
+            self._run.refuse(patch.site, verdict.reason, verdict.measured, verdict.kind)
 
     def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
         def meet(args: Any, kwargs: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ from lightning_accel.core.torch_private import modules
 from lightning_accel.core.torch_private.compilation import compiled_call, inductor_options, set_compiled_call
 from lightning_accel.core.tree import changeable_argument, tensors_in
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.arms import OFF
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 
 Prepare = Callable[[GraphModule], None]
 KindOf = Callable[["CompilePatch", Any, Any], CompiledKind]  # of a block, by the arguments of a call
@@ -66,9 +66,10 @@ class CompilePatch(Patch):
         call = compiled_call(self.block) or modules.eager_call(self.block)
         return call(*args, **kwargs)
 
-    def set_choice(self, choice: str) -> None:
-        """Runs the block eagerly while the choice is ``"off"``; what was compiled waits."""
-        is_wanted = choice != OFF
+    @override
+    def switch(self, variant: str) -> None:
+        """Runs the block eagerly while the variant is ``"off"``; what was compiled waits."""
+        is_wanted = variant != OFF
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
             if self.is_applied:
@@ -111,8 +112,8 @@ def tried(patch: CompilePatch, args: Any, kwargs: dict[str, Any], *, for_numbers
     # switching its dropout off.
     trial = Trial(block, args, kwargs, with_gradients=torch.is_grad_enabled(), samples=None, has_dropout=True)
     is_cached = torch.is_autocast_cache_enabled()
-    compiled = Variant(_call(block), state=lambda: _applied(patch, is_cached))
-    found = trial.numbers(Variant(eager_call(block)), compiled) if for_numbers else trial.rehearse(compiled)
+    compiled = TrialSide(_call(block), state=lambda: _applied(patch, is_cached))
+    found = trial.numbers(TrialSide(eager_call(block)), compiled) if for_numbers else trial.rehearse(compiled)
     return Verdict(found.kind, found.failure, measured=found.measured() if for_numbers else None)
 
 

@@ -13,21 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from typing_extensions import override
 
 from lightning_accel.core.compiled import eager_call
 from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compiled_blocks import CompilePatch
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
-from lightning_accel.techniques.notes import Notes, Verdict
+from lightning_accel.techniques.technique_context import TechniqueContext, Verdict
 
 GRAPHS = "graphs"
-"""The choice of the arm."""
+"""The variant."""
 
 SETTLE = 2
 """Steps after a switch: the memory of graphs is given back when they are off, so that they are captured anew."""
@@ -38,17 +37,19 @@ _NOT_TRIED = "not captured yet"
 class ReplayedPatch(CompilePatch):
     """As its base class; where :data:`GRAPHS` is chosen, calls replay what was captured of the compiled block."""
 
-    def __init__(self, site: str, block: nn.Module, *args: Any, capture: Capture, notes: Notes, **more: Any) -> None:
-        super().__init__(site, block, *args, **more)
-        self.why_not = _NOT_TRIED  # empty: calls may be replayed
-        self._graphed, self._notes = GraphedBlock(block, capture), notes
+    variants = ("on", GRAPHS)
+
+    def __init__(self, *args: Any, capture: Capture, run: TechniqueContext, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.why_not_replayed = _NOT_TRIED  # empty: calls may be replayed
+        self._graphed, self._run = GraphedBlock(self.block, capture), run
         self._is_chosen = False
 
     @override
     def _apply(self) -> None:
         super()._apply()
         compiled = compiled_call(self.block)
-        if self._is_chosen and not self.why_not and compiled is not None:
+        if self._is_chosen and not self.why_not_replayed and compiled is not None:
             self._graphed.pause(False)
             set_compiled_call(self.block, self._replaying(compiled))
 
@@ -58,31 +59,31 @@ class ReplayedPatch(CompilePatch):
         self._graphed.pause(True)
 
     @override
-    def set_choice(self, choice: str) -> None:
-        is_chosen = choice == GRAPHS
+    def switch(self, variant: str) -> None:
+        is_chosen = variant == GRAPHS
         if is_chosen != self._is_chosen:
             self._is_chosen = is_chosen
-            if self.is_applied and self.is_wanted and choice != OFF:
+            if self.is_applied and self.is_wanted and variant != OFF:
                 self._undo()
                 self._apply()
-        super().set_choice(choice)
+        super().switch(variant)
 
     def try_replay(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Captures the compiled block on copies of the inputs of its call, and compares numbers with the eager one."""
-        self.why_not = _NOT_TRIED
+        self.why_not_replayed = _NOT_TRIED
         try:
             with applied(self):
                 self._graphed.capture(args, kwargs)
                 trial = Trial(self.block, args, kwargs, samples=None, has_dropout=True)
-                replay = Variant(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
-                self.why_not = trial.numbers(Variant(eager_call(self.block)), replay).failure
+                replay = TrialSide(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
+                self.why_not_replayed = trial.numbers(TrialSide(eager_call(self.block)), replay).failure
         except NotCapturedError as error:
-            self.why_not = str(error)
+            self.why_not_replayed = str(error)
 
     @property
     def remark(self) -> str:
         """What is in force, for the report."""
-        return self.change + (f"; without a CUDA graph: {self.why_not}" if self.why_not else "")
+        return self.change + (f"; without a CUDA graph: {self.why_not_replayed}" if self.why_not_replayed else "")
 
     def _replaying(self, compiled: Forward) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,8 +91,8 @@ class ReplayedPatch(CompilePatch):
                 return self._graphed.call(compiled, args, kwargs)
             except NotCapturedError as error:
                 self._graphed.pause(True)
-                self.why_not = str(error)
-                self._notes.revise(self.site, Verdict("kept", self.remark))
+                self.why_not_replayed = str(error)
+                self._run.revise(self.site, Verdict("kept", self.remark))
             return compiled(*args, **kwargs)
 
         return call

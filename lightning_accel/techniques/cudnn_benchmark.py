@@ -8,21 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import CONVOLUTIONS
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
-from lightning_accel.techniques.notes import Notes
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Forecast, TechniqueContext
 
 CudnnBenchmarkSetting = Literal["auto", "on", "off"]
 
@@ -52,7 +53,7 @@ class CudnnBenchmarkPlan:
 
 
 class CudnnBenchmarkPatch(Patch):
-    """Has kernels timed, at once or when :meth:`switch` says so; each switch is undone where it is still ours.
+    """Has kernels timed, at once or where :meth:`time_where_wanted` is told; a flag is undone where it is still ours.
 
     CuDNN's plans are kept by shape and by ``deterministic``, not by how they were found (torch's ``Conv_v8.cpp``, from
     the convolutions of cuDNN 8 on): a shape that has run with the plan of a rule is not timed any more, and one that
@@ -60,15 +61,27 @@ class CudnnBenchmarkPatch(Patch):
     ones, ``with_own_plans``.
     """
 
+    settle = 1
+
     def __init__(self, change: str, *, with_own_plans: bool) -> None:
         super().__init__("", change)
         self._ours = (True, with_own_plans)
         self._is_at_once = not with_own_plans
         self._before = in_force()
         self._is_on = False
+        self._is_wanted = False  # until live trials ask for it: timing takes as long as hundreds of steps
 
-    def switch(self, is_on: bool) -> None:
-        """Has the kernels of what comes next timed, or found as the user has them."""
+    @override
+    def switch(self, variant: str) -> None:
+        self._is_wanted = variant in self.variants
+        if not self._is_wanted:
+            self._time(False)
+
+    def time_where_wanted(self, repeats: bool) -> None:
+        """Has the kernels of a batch timed, if its shapes come again and again and live trials ask for it."""
+        self._time(self._is_wanted and repeats)
+
+    def _time(self, is_on: bool) -> None:
         if is_on == self._is_on:
             return
         if is_on:
@@ -82,11 +95,12 @@ class CudnnBenchmarkPatch(Patch):
 
     @override
     def _apply(self) -> None:
-        self.switch(self._is_at_once)
+        self._time(self._is_at_once)
 
     @override
     def _undo(self) -> None:
-        self.switch(False)
+        self._is_wanted = False
+        self._time(False)
 
 
 def in_force() -> tuple[bool, bool]:
@@ -103,12 +117,12 @@ class CudnnTiming:
 
     Args:
         num_convolutions: Modules of the model.
-        notes: Where it is said that it was not worth its time.
+        run: Where it is said that it was not worth its time.
     """
 
-    def __init__(self, num_convolutions: int, notes: Notes) -> None:
+    def __init__(self, num_convolutions: int, run: TechniqueContext) -> None:
         self._expected_s = TIMING_S * num_convolutions
-        self._notes = notes
+        self._run = run
         self._stopwatch = Stopwatch()
 
     def expected_s(self) -> float:
@@ -121,7 +135,7 @@ class CudnnTiming:
         return self._stopwatch.seconds()  # the host times kernels, and waits for each
 
     def decline(self, reason: str) -> None:
-        self._notes.status = reason
+        self._run.status = reason
 
 
 @register(
@@ -142,46 +156,40 @@ class CudnnBenchmark(Technique):
     ``"on"`` has it choose among all.
     """
 
-    applied_before_trial = True
-    trial_step: ClassVar[None] = None
-    remembers: ClassVar[bool] = False
+    traits = Traits(applied_before_trial=True, trial_step=None, remembers=False)
 
-    def __init__(self, setting: CudnnBenchmarkSetting) -> None:
-        self._is_auto = setting == "auto"
+    def __init__(self, settings: CudnnBenchmarkPlan, context: BuildContext) -> None:
+        self._is_auto = settings.mode == "auto"
         self._patch: CudnnBenchmarkPatch | None = None
         self._seen: Counter[tuple[torch.Size, ...]] = Counter()
-        self._num_convolutions = 0
-        self._is_wanted = False  # until live trials ask for it: timing takes as long as hundreds of steps
         self._when = "for batches whose shapes repeat" if self._is_auto else "for every shape"
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: CudnnBenchmarkPlan, context: BuildContext) -> Self:
-        return cls(settings.mode)
+        # Where it is not possible, nobody misses it: what else there is has other kernels.
+        words = f"kernels of convolutions are timed {self._when}"
+        self.run.forecast = Forecast(True, "tried" if self._is_auto else "yes", words, is_missed=False)
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        reason = self._not_on(host)
-        is_asked_for = self.explicit and not torch.are_deterministic_algorithms_enabled()
-        if reason is None and (torch.backends.cudnn.deterministic or not (self.decides_by_clock or is_asked_for)):
-            return "this run must not choose kernels by time"
-        return reason
-
-    def _not_on(self, host: Host) -> str | None:
         if host.kind == "rocm" and self._is_auto:
             return "not measured on AMD's cards, where MIOpen takes its place"
-        return None if host.kind in ("cuda", "rocm") else "cuDNN is NVIDIA's, and computes on GPUs only"
+        if host.kind not in ("cuda", "rocm"):
+            return "cuDNN is NVIDIA's, and computes on GPUs only"
+        is_asked_for = self.run.explicit and not torch.are_deterministic_algorithms_enabled()
+        if torch.backends.cudnn.deterministic or not (self.run.decides_by_clock or is_asked_for):
+            return "this run must not choose kernels by time"
+        return None
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
-        self._num_convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
+    def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:
+        num_convolutions = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
         if torch.backends.cudnn.benchmark:
-            yield Refusal("", "torch.backends.cudnn.benchmark is True already")
-        elif self._is_auto and not self._num_convolutions:
-            yield Refusal("", "this model has no convolutions")
+            yield Site("", why_not="torch.backends.cudnn.benchmark is True already")
+        elif self._is_auto and not num_convolutions:
+            yield Site("", why_not="this model has no convolutions")
         else:
             change = f"kernels of convolutions → timed, {self._when}"
             self._patch = CudnnBenchmarkPatch(change, with_own_plans=self._is_auto)
+            if self._is_auto:
+                self.run.live = Live(setup=CudnnTiming(num_convolutions, self.run))
             yield self._patch
 
     @override
@@ -189,29 +197,8 @@ class CudnnBenchmark(Technique):
         if self._is_auto and self._patch is not None:
             shapes = tuple(tensor.shape for tensor in tensors_in(batch))
             repeats = self._seen[shapes] >= max(REPEATED, LEAST_SHARE * self._seen.total())
-            self._patch.switch(self._is_wanted and repeats)
+            self._patch.time_where_wanted(repeats)
             self._seen[shapes] += 1
             if len(self._seen) > MANY_SHAPES:
                 self._seen.clear()
         return batch
-
-    @override
-    def arms(self) -> Iterator[Arm]:
-        if self._is_auto and self._patch is not None:
-            yield Arm(self.name, ("on",), self._choose, settle=1, setup=CudnnTiming(self._num_convolutions, self.notes))
-
-    def _choose(self, choice: str) -> None:
-        assert self._patch is not None
-        self._is_wanted = choice != OFF
-        if not self._is_wanted:
-            self._patch.switch(False)
-
-    @override
-    def close(self) -> None:
-        self._is_wanted = False
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := self._not_on(host)) is not None:
-            return Forecast(False, "no", reason, is_missed=False)  # what else there is has other kernels
-        return Forecast(True, "tried" if self._is_auto else "yes", f"kernels of convolutions are timed {self._when}")

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-from torch import nn
+from typing import Any
 
 from lightning_accel.core.first_call import at_first_call
 from lightning_accel.core.patch import Patch, PatchSet, applied
-from lightning_accel.techniques.notes import Verdict, Verdicts
-
-P = TypeVar("P", bound=Patch)
+from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts
 
 
 @contextmanager
-def tried_at_first_calls(
-    patches: Iterable[P],
-    module: Callable[[P], nn.Module],
-    judge: Callable[[P, Any, Any], Verdict],
-    *,
-    unseen: str = "",
-    when: Callable[[P], bool] = lambda patch: True,
-) -> Iterator[Verdicts]:
-    """Entered around the forward pass of a step; yields the verdicts, which are complete once it is left.
+def tried_at_first_calls(trials: Mapping[str, SiteTrial]) -> Iterator[Verdicts]:
+    """Entered around the forward pass of a step; yields the verdicts, which are complete once it is left."""
 
-    An edit is tried by ``judge`` at the first call of its ``module`` for which ``when`` holds. One whose module is not
-    called is refused as ``unseen``; where that is empty, it gets no verdict.
-    """
-
-    def probe(patch: P) -> Patch:
+    def probe(site: str, trial: SiteTrial) -> Patch:
         def meet(args: Any, kwargs: Any) -> None:
-            verdicts[patch.site] = judge(patch, args, kwargs)
+            verdicts[site] = trial.judge(args, kwargs)
 
-        return at_first_call(patch.site, module(patch), meet, when=lambda: when(patch))
+        return at_first_call(site, trial.module, meet, when=trial.when)
 
-    patches = list(patches)
-    verdicts: Verdicts = {patch.site: Verdict("untried", unseen) for patch in patches if unseen}
-    with applied(PatchSet(map(probe, patches))):
+    verdicts: Verdicts = {site: Verdict("untried", trial.unseen) for site, trial in trials.items() if trial.unseen}
+    with applied(PatchSet(probe(site, trial) for site, trial in trials.items())):
         yield verdicts

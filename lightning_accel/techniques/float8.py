@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +20,18 @@ from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measurement, together
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet, applied
+from lightning_accel.core.patch import MethodPatch, Patch, applied
 from lightning_accel.core.report import one_line
 from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.passes import Passes
 from lightning_accel.experiment.screening import screen
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
-from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.experiment.trial_runs import TrialSide
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Forecast, SiteTrial, Verdict
 
 Float8Setting = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
@@ -92,7 +91,7 @@ class Float8Patch(MethodPatch):
         return forward
 
 
-def float8_patches(model: nn.Module, recipe: str, *, emulate: bool) -> Iterator[Float8Patch | Refusal]:
+def float8_patches(model: nn.Module, recipe: str, *, emulate: bool) -> Iterator[Patch]:
     """The linear layers of ``model`` that could multiply in 8-bit floating point, and why others could not.
 
     To ``emulate`` is to compute in float32 what a card would compute, for machines that have none.
@@ -103,7 +102,7 @@ def float8_patches(model: nn.Module, recipe: str, *, emulate: bool) -> Iterator[
             reason = _why_not(module)
             if not reason and is_inside_compiled(model, site):
                 reason = "inside a compiled module"
-            yield Refusal(site, reason) if reason else Float8Patch(site, module, config)
+            yield Site(site, why_not=reason) if reason else Float8Patch(site, module, config)
 
 
 def configuration(recipe: str, *, emulate: bool = False) -> Any:
@@ -153,40 +152,39 @@ class Float8(Technique):
     They are timed compiled where blocks will be (``is_compiled``).
     """
 
-    remembers: ClassVar[bool] = False
-    why_not_sharded: ClassVar[str] = "a layer's trial needs its whole weight"
+    traits = Traits(
+        remembers=False,
+        why_not_sharded="a layer's trial needs its whole weight",
+        lacks=lambda host: why_missing(MODULE),
+    )
 
-    def __init__(self, recipe: str, *, verify: bool = True, is_compiled: bool = False, emulate: bool = False) -> None:
+    def __init__(self, recipe: str, *, is_compiled: bool = False, emulate: bool = False) -> None:
         self._recipe, self._is_compiled, self._emulate = recipe, is_compiled, emulate
-        self._verify = verify
-        self.applied_before_trial = not verify
+        words = "each linear layer is tried on the first batch, where torchao is installed"
+        self.run.forecast = Forecast(True, "tried", words)
         self._speeds: dict[Any, Verdict] = {}  # of layers and inputs of one size, which are timed once
 
     @classmethod
     @override
     def from_settings(cls, settings: Float8Plan, context: BuildContext) -> Self:
         is_compiled = context.settings["compile"].mode != "off"
-        return cls(settings.recipe, verify=context.verify, is_compiled=is_compiled)
+        return cls(settings.recipe, is_compiled=is_compiled)
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        return (None if self._emulate else _not_on(host)) or why_missing(MODULE)
+        return None if self._emulate else _not_on(host)
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
-        yield from float8_patches(model, self._recipe, emulate=self._emulate)
-
-    @override
-    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        if not self._verify:
-            return super().trial(patches)
-        return tried_at_first_calls(
-            [patch for patch in patches if isinstance(patch, Float8Patch)],
-            lambda patch: patch.layer,
-            self._try,
-            unseen="not called in training on the first step, so not tried",
-            when=lambda patch: patch.layer.training,
-        )
+    def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:
+        for patch in float8_patches(model, self._recipe, emulate=self._emulate):
+            if isinstance(patch, Float8Patch):
+                self.run.trials[patch.site] = SiteTrial(
+                    patch.layer,
+                    functools.partial(self._try, patch),
+                    when=functools.partial(getattr, patch.layer, "training"),
+                    unseen="not called in training on the first step, so not tried",
+                )
+            yield patch
 
     def _try(self, patch: Float8Patch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         [tensor] = tensors_in((args, kwargs))
@@ -206,7 +204,7 @@ class Float8(Technique):
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             reason = f"{off}, where its formats round by {limits[0]:.1%} and {limits[1]:.1%}"
             return Verdict("refused", reason, measured=measured)
-        if not self.decides_by_clock:
+        if not self.run.decides_by_clock:
             return Verdict("kept", off, measured=measured)
         size = (rows, *layer.weight.shape, layer.bias is None, tensor.dtype, layer.weight.dtype, tensor.requires_grad)
         if size not in self._speeds:
@@ -234,19 +232,13 @@ class Float8(Technique):
         trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
         if self._is_compiled:  # as the blocks will be: by themselves, the casts take longer than most products gain
             sides = [torch.compile(side) for side in sides]
-            trial.numbers(*map(Variant, sides), in_other_orders=False)  # whose first pass compiles
-        found = trial.time(*map(Variant, sides))
+            trial.numbers(*map(TrialSide, sides), in_other_orders=False)  # whose first pass compiles
+        found = trial.time(*map(TrialSide, sides))
         if found.original_ms is None or found.candidate_ms is None:
             return Verdict(found.kind, found.failure)
         before, after = found.original_ms, found.candidate_ms
         words = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms)"
         return Verdict("kept" if screen(before, after) == "faster" else "refused", words, measured=found.measured())
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := _not_on(host)) is not None:
-            return Forecast(False, "no", reason)
-        return Forecast(True, "tried", "each linear layer is tried on the first batch, where torchao is installed")
 
 
 def _relative(actual: Tensor, plain: Tensor) -> float:

@@ -20,9 +20,9 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.experiment.screening import screen
 from lightning_accel.experiment.trial import NumbersComparison, Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.layout_draws import LayoutDraws
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 
 # A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in
 # oneDNN's cache whose destruction crashes the interpreter as it ends (torch 2.13, and nothing of ours in between).
@@ -101,7 +101,7 @@ class LayoutTrial(TorchFunctionMode):
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
         kind = _kind(name, args, kwargs)
-        sides = Variant(func), Variant(func, arguments=self._in_channels_last)
+        sides = TrialSide(func), TrialSide(func, arguments=self._in_channels_last)
         trial = Trial(
             nn.Module(),
             args,

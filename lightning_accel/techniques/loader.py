@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
-from lightning_accel.core.host import Host
 from lightning_accel.data.tuned_loader import TunedLoader, why_left
-from lightning_accel.techniques.base import BuildContext, Forecast, LoaderTerms, Technique
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.base import BuildContext, LoaderTerms, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.technique_context import Forecast, Verdict
 
 _SITE = "train_dataloader"
 _ONE_EPOCH = (
@@ -39,26 +37,22 @@ class LoaderPlan:
 class Loader(Technique):
     """Puts a :class:`~lightning_accel.data.tuned_loader.TunedLoader` in the place of the training's loader."""
 
-    trial_step: ClassVar[None] = None
-    remembers = False
-    watches_on = True
+    traits = Traits(trial_step=None, remembers=False, alters_steps=False)
 
-    def __init__(self, context: BuildContext) -> None:
+    def __init__(self, settings: LoaderPlan, context: BuildContext) -> None:
+        self.run.watches_on = True
+        self.run.forecast = Forecast(
+            True, "tried", "more workers are tried, an epoch each, where the first has waited for data"
+        )
         self._device = context.device
-        self._loaders: weakref.WeakSet[TunedLoader] = weakref.WeakSet()
-        self.notes.status = "no loader of a Trainer to change; in a loop of your own, set num_workers where it is made"
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: LoaderPlan, context: BuildContext) -> Self:
-        return cls(context)
+        self.run.status = "no loader of a Trainer to change; in a loop of your own, set num_workers where it is made"
 
     @override
     def loader(self, loader: Any, terms: LoaderTerms) -> Any:
         if why := (_ONE_EPOCH if terms.has_one_epoch else terms.why_not) or why_left(loader):
             self._tell(f"left: {why}", False)
             return loader
-        self.notes.status = "waiting for data is measured in the first epoch"
+        self.run.status = "waiting for data is measured in the first epoch"
         tuned = TunedLoader(
             loader,
             self._device,
@@ -67,18 +61,9 @@ class Loader(Technique):
             processes=terms.processes,
             pins=terms.pins and self._device.type == "cuda",
         )
-        self._loaders.add(tuned)
+        self.run.at_end.callback(tuned.close)
         return tuned
 
-    @override
-    def close(self) -> None:
-        for tuned in self._loaders:
-            tuned.close()
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        return Forecast(True, "tried", "more workers are tried, an epoch each, where the first has waited for data")
-
     def _tell(self, line: str, is_changed: bool) -> None:
-        self.notes.status = line
-        self.notes.revise(_SITE, Verdict("kept" if is_changed else "refused", line))
+        self.run.status = line
+        self.run.revise(_SITE, Verdict("kept" if is_changed else "refused", line))

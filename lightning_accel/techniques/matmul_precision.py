@@ -9,21 +9,22 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
-from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Forecast, Verdict, Verdicts
 
 MatmulPrecisionSetting = Literal["off", "auto", "high", "medium"]
 
@@ -75,14 +76,16 @@ class MatmulPrecisionPatch(Patch):
 
     def __init__(self, choice: str, change: str) -> None:
         super().__init__("", change)
-        self.choice = choice
+        self.variants = (choice,)
         self._before = "highest", _UNSET
         self._ours: tuple[str, ...] = ()
         self._rests = False
 
-    def choose(self, choice: str) -> None:
-        """Has it in force, or what the user has."""
-        (self.undo if choice == OFF else self.apply)()
+    @property
+    @override
+    def settle(self) -> int:  # type: ignore[override]
+        # What is compiled is guarded by this precision: each side of it is compiled once.
+        return int(dynamo_is_loaded())
 
     def rest(self, rests: bool) -> None:
         """Has what the user has in force, or ours again; nothing where somebody has set another one since."""
@@ -94,12 +97,12 @@ class MatmulPrecisionPatch(Patch):
         elif not rests:
             self._rests = False
             if in_force() == self._before[1]:
-                _set_older(self.choice)
+                _set_older(self.variants[0])
 
     @override
     def _apply(self) -> None:
         self._before = _older(), in_force()
-        _set_older(self.choice)
+        _set_older(self.variants[0])
         self._ours = in_force()
         self._rests = False
 
@@ -169,19 +172,18 @@ class MatmulPrecision(Technique):
     positions beyond 2,048 have no room in TF32): where the first step shows one, ``"auto"`` leaves everything alone.
     """
 
-    remembers: ClassVar[bool] = False
+    traits = Traits(remembers=False)
 
-    def __init__(self, setting: MatmulPrecisionSetting, *, precision: str = "auto", verify: bool = True) -> None:
-        self._setting = setting
-        self._precision = precision
-        self._looks = setting == "auto" and verify
+    def __init__(self, settings: MatmulPrecisionPlan, context: BuildContext) -> None:
+        self._setting = settings.mode
+        self._precision = context.settings["precision"].mode
         self._patch: MatmulPrecisionPatch | None = None
-        self.applied_before_trial = not self._looks
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: MatmulPrecisionPlan, context: BuildContext) -> Self:
-        return cls(settings.mode, precision=context.settings["precision"].mode, verify=context.verify)
+        self.traits = replace(self.traits, applied_before_trial=self._setting != "auto")
+        choice = (*possible_on(context.host), "")[0] if self._setting == "auto" else self._setting
+        where = " unless the model switches autocast off in places" if self._setting == "auto" else ""
+        # Where it is not possible, precision says as much.
+        words = f"{self._in_words(context.host, choice)}{where}"
+        self.run.forecast = Forecast(True, "yes", words, is_missed=False)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -194,20 +196,23 @@ class MatmulPrecision(Technique):
         return None if is_possible else why_not_on(host)
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:
         if self._setting == "auto" and in_force() != _UNSET:
-            yield Refusal("", "the program has set the precision of float32 products itself")
+            yield Site("", why_not="the program has set the precision of float32 products itself")
             return
+        # Where each rank decides alone, the same step would round otherwise on each.
+        if self._setting == "auto" and not self.run.decides_alone:
+            self.run.live = Live()
         choice = possible_on(host)[0] if self._setting == "auto" else self._setting
         self._patch = MatmulPrecisionPatch(choice, self._in_words(host, choice))
         yield self._patch
 
     def _in_words(self, host: Host, choice: str) -> str:
-        return f"float32 products → {_FORMATS[host.device_type]} ({choice})"
+        return f"float32 products → {_FORMATS.get(host.device_type)} ({choice})"
 
     @override
     def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._watched(patches) if self._looks else super().trial(patches)
+        return self._watched(patches) if self._setting == "auto" else super().trial(patches)
 
     @contextmanager
     def _watched(self, patches: PatchSet) -> Iterator[Verdicts]:
@@ -231,20 +236,3 @@ class MatmulPrecision(Technique):
         if self._setting == "auto" and self._patch is not None:
             self._patch.rest(stage != "train")
         return nullcontext()
-
-    @override
-    def arms(self) -> Iterator[Arm]:
-        # Where each rank decides alone, the same step would round otherwise on each.
-        is_auto = self._setting == "auto" and not self.decides_alone
-        if is_auto and self._patch is not None and self._patch.is_applied:
-            # What is compiled is guarded by this precision: each side of it is compiled once.
-            settle = int(dynamo_is_loaded())
-            yield Arm(self.name, (self._patch.choice,), self._patch.choose, settle=settle)
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := self.unavailable(host)) is not None:
-            return Forecast(False, "no", reason, is_missed=False)  # precision says as much
-        choice = possible_on(host)[0] if self._setting == "auto" else self._setting
-        where = " unless the model switches autocast off in places" if self._setting == "auto" else ""
-        return Forecast(True, "yes", f"{self._in_words(host, choice)}{where}")

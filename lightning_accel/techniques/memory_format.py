@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import LBFGS, Optimizer
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.compiled import eager_where_compiled, is_compiled, is_inside_compiled
@@ -33,13 +33,15 @@ from lightning_accel.core.layout import (
 from lightning_accel.core.live_tensors import held_tensors
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import storage_of
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Refusal, Technique
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
+from lightning_accel.techniques.events import Decided, Event, Settled, Switched
 from lightning_accel.techniques.layout_draws import LayoutDraws, LayoutDrawsInOrder
 from lightning_accel.techniques.layout_rescue import LayoutRescue, LayoutShown
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
-from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Verdict, Verdicts
 
 MemoryFormatSetting = Literal["auto", "off", "channels_last", "channels_last_3d"]
 
@@ -49,12 +51,10 @@ _CONVOLUTIONS = {
 }
 
 
-def convert_weights(
-    model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: bool = False
-) -> list[WeightLayout | Refusal]:
+def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: bool = False) -> list[Patch]:
     """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
-    claims: list[WeightLayout | Refusal] = []
+    claims: list[Patch] = []
     laid_out = [name for name, parameter in model.named_parameters() if is_channels_last(parameter)]
     looked_into = _looked_into(model)
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
@@ -63,10 +63,10 @@ def convert_weights(
         if dim is None:
             continue
         if unsafe:
-            claims.append(Refusal(site, f"{unsafe[0]}: {BREAKS_THE_HEAP}"))
+            claims.append(Site(site, why_not=f"{unsafe[0]}: {BREAKS_THE_HEAP}"))
             continue
         if laid_out:
-            claims.append(Refusal(site, f"{laid_out[0]} is in channels_last already: the layout is the user's"))
+            claims.append(Site(site, why_not=f"{laid_out[0]} is in channels_last already: the layout is the user's"))
             continue
         unmade = "the model has lazy parameters: run it once before, and they will be there"
         reason = unmade if is_unmade else _why_not(module)
@@ -74,7 +74,7 @@ def convert_weights(
             reason = reason or (f"{' and '.join(ways)} have their memory in common" if len(ways) > 1 else None)
         if is_inside_compiled(model, site):
             reason = "inside a compiled module: the compiler chooses layouts itself"
-        claims.append(Refusal(site, reason) if reason else WeightLayout(site, module, dim))
+        claims.append(Site(site, why_not=reason) if reason else WeightLayout(site, module, dim))
     return claims
 
 
@@ -141,35 +141,33 @@ class MemoryFormat(Technique):
     user's code calls ``.view()`` where the new layout does not allow it, or looks at layouts itself.
     """
 
-    trial_steps: ClassVar[float] = 3.0
-    not_on: ClassVar[Mapping[str, str]] = {
-        "xla": "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
-    }
-    why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
+    traits = Traits(
+        trial_steps=3.0,
+        not_on={"xla": "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"},
+        why_not_sharded="FSDP keeps weights row by row, in their ordinary layout",
+    )
 
-    def __init__(self, setting: MemoryFormatSetting, *, verify: bool = True) -> None:
-        self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(setting, (4, 5))
-        self._is_auto = setting == "auto"
-        self._verify = verify
+    def __init__(self, settings: MemoryFormatPlan, context: BuildContext) -> None:
+        self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(settings.layout, (4, 5))
+        self._is_auto = settings.layout == "auto"
         self._weights: list[WeightLayout] = []
         self._optimizers: OptimizerLayouts | None = None
-        self._model = nn.Module()
+        self._model = context.model
         self._is_shown = False  # to code of the user's, in its own layout
         self._rescued_stages: set[str] = set()
         self._silent_stages: set[str] = set()  # whose first step has drawn no random number
-        self._is_decided = not verify
+        self._is_decided = False
         self._refused_before_trial = ""
         # DistributedDataParallel lays its buckets out by what it finds: see WeightLayout.hold.
-        self.applied_before_trial = _has_buckets() or not verify
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: MemoryFormatPlan, context: BuildContext) -> Self:
-        return cls(settings.layout, verify=context.verify)
+        self.traits = replace(self.traits, applied_before_trial=_has_buckets())
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
-        self._model = model
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
+        self._model, self._is_decided = model, not self.run.verify
+        # Where DistributedDataParallel has laid out its buckets, weights cannot change their layout any more.
+        if self._is_auto and not _has_buckets():
+            self.run.live = Live()
+        self.run.at_end.callback(self._close)
         claims = convert_weights(model, self._dims, on_cpu=host.kind == "cpu")
         self._weights = [claim for claim in claims if isinstance(claim, WeightLayout)]
         if self._weights:
@@ -178,7 +176,7 @@ class MemoryFormat(Technique):
         return claims
 
     @override
-    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+    def optimizer_sites(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch]:
         if self._optimizers is not None:
             for optimizer in optimizers.values():
                 if self._optimizers.watch(optimizer):
@@ -206,7 +204,7 @@ class MemoryFormat(Technique):
             if not draws.has_drawn:
                 self._silent_stages.add(stage)
         if not draws.is_mended:
-            self.notes.spoilt = draws.place
+            self.run.spoilt = draws.place
         if draws.place or rescue.place:
             self._object(draws.place or rescue.place)
 
@@ -217,8 +215,8 @@ class MemoryFormat(Technique):
         yield
         if draws.have_moved():
             self._silent_stages.discard(stage)
-            self.notes.spoilt = "a step draws random numbers, perhaps in the order of memory, and none did before"
-            self._object(self.notes.spoilt)
+            self.run.spoilt = "a step draws random numbers, perhaps in the order of memory, and none did before"
+            self._object(self.run.spoilt)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -245,7 +243,7 @@ class MemoryFormat(Technique):
 
     def _object(self, reason: str) -> None:
         for weight in self._weights:
-            self.notes.refuse(weight.site, reason)
+            self.run.refuse(weight.site, reason)
 
     def _consider(self, optimizer: Optimizer) -> None:
         """Takes the layout back before the first step of an optimizer that may not be right on it."""
@@ -267,11 +265,8 @@ class MemoryFormat(Technique):
             weight.undo()
 
     @override
-    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._trial(patches) if self._verify else super().trial(patches)
-
     @contextmanager
-    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+    def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         if self._refused_before_trial:
             yield {patch.site: Verdict("refused", self._refused_before_trial) for patch in patches}
             return
@@ -279,30 +274,26 @@ class MemoryFormat(Technique):
         with LayoutTrial(
             self._dims,
             LayoutDraws(device_of(self._model), foresees=True),
-            by_clock=self._is_auto and self.decides_by_clock,
-            purse=self.purse,
+            by_clock=self._is_auto and self.run.decides_by_clock,
+            purse=self.run.purse,
         ) as trial:
             yield verdicts
         verdict = trial.verdict()
         verdicts.update({patch.site: verdict for patch in patches})
 
     @override
-    def decided(self, verdicts: Verdicts) -> None:
-        self._is_decided = True
-
-    @override
-    def arms(self) -> Iterable[Arm]:
-        # Where DistributedDataParallel has laid out its buckets, weights cannot change their layout any more.
-        if self._is_auto and self._is_in_force() and not _has_buckets():
-            weights = [weight for weight in self._weights if weight.is_applied]
-            yield Arm(self.name, ("on",), functools.partial(self._set_choice, weights), settle=1)
-
-    def _set_choice(self, weights: Sequence[WeightLayout], choice: str) -> None:
-        self._is_shown = False
-        for weight in weights if choice != OFF else reversed(weights):
-            weight.resume()
-            (weight.undo if choice == OFF else weight.apply)()
-        self._match_optimizers()
+    def on(self, event: Event) -> None:
+        if isinstance(event, Decided):
+            self._is_decided = True
+        elif isinstance(event, Switched):
+            self._is_shown = False
+        elif isinstance(event, Settled) and _has_buckets():
+            for weight in self._weights:
+                if not weight.is_applied:
+                    weight.hold()
+                    self.run.watches_on = True  # checkpoints are to have the user's layout
+        if isinstance(event, Settled | Switched):
+            self._match_optimizers()
 
     @property
     def has_weights(self) -> bool:
@@ -320,16 +311,7 @@ class MemoryFormat(Technique):
         """For every weight in another layout than the user's: the strides that the user's has."""
         return {p: stride for weight in self._weights for p, stride in weight.strides.items()}
 
-    @override
-    def settled(self) -> None:
-        for weight in self._weights:
-            if _has_buckets() and not weight.is_applied:
-                weight.hold()
-                self.watches_on = True  # checkpoints are to have the user's layout
-        self._match_optimizers()
-
-    @override
-    def close(self) -> None:
+    def _close(self) -> None:
         for weight in reversed(self._weights):
             weight.release()
         self._match_optimizers()

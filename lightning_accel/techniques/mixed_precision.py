@@ -5,23 +5,25 @@ Micikevicius et al., "Mixed Precision Training" (2018), https://arxiv.org/abs/17
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.report import Report
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Technique
+from lightning_accel.techniques.arms import OFF, Arm, Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
+from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.grad_scaler import CountingGradScaler
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.technique_context import Forecast
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
@@ -167,10 +169,11 @@ class Autocast:
     def arms(self) -> list[Arm]:
         """The choices of live trials. Float16 is none: its scaler makes the step another kind of step."""
         if self._is_chosen and self.precision == "bf16-mixed":
-            return [Arm("precision", ("bf16-mixed",), self._set_choice)]
+            return [Arm("precision", ("bf16-mixed",), self.switch)]
         return []
 
-    def _set_choice(self, choice: str) -> None:
+    def switch(self, choice: str) -> None:
+        """Has the next steps run in its precision or, with ``"off"``, in float32."""
         self._runs_in_float32 = choice == OFF
 
 
@@ -187,39 +190,33 @@ class Autocast:
 class MixedPrecision(Technique):
     """Autocast around every step of a plain PyTorch loop. Under Lightning, its precision plugin does this."""
 
-    acts_without_sites: ClassVar[bool] = True
+    traits = Traits(acts_without_sites=True)
 
-    def __init__(self, setting: PrecisionSetting, host: Host) -> None:
+    def __init__(self, settings: PrecisionPlan, context: BuildContext) -> None:
+        setting, host = settings.mode, context.host
         self.precision, reason = resolve_precision(setting, host)
-        self._setting, self._reason = setting, reason
-        # Live trials may leave a precision that we chose, and batches are made ahead.
-        self.dtype = None if setting == "auto" else DTYPES.get(self.precision)
-        self.notes.status = f"{self.precision}: {reason}"
+        self.run.status = f"{self.precision}: {reason}"
         if setting not in ("auto", self.precision):
-            self.notes.warn(f"precision={setting!r}: {reason}")
-        self._device_type = host.device_type
+            self.run.warn(f"precision={setting!r}: {reason}")
+        self._device_type, self._is_chosen = host.device_type, setting == "auto"
+        if self._is_chosen and self.precision == "bf16-mixed":
+            self.run.live = Live(variants=(self.precision,))
+        if setting == "auto":
+            self.run.forecast = Forecast(self.precision != "32-true", f"`{self.precision}`", self.run.status)
+        else:  # live trials may leave a precision that we chose, and batches are made ahead
+            context.dtype = DTYPES.get(self.precision, torch.float32)
+            is_had = self.precision == setting
+            self.run.forecast = Forecast(is_had, "yes" if is_had else "no", reason if is_had else self.run.status)
 
     @cached_property
     def autocast(self) -> Autocast:
         """What the steps run in."""
-        return Autocast(self.precision, self._device_type, is_chosen=self._setting == "auto")
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: PrecisionPlan, context: BuildContext) -> Self:
-        return cls(settings.mode, context.host)
+        return Autocast(self.precision, self._device_type, is_chosen=self._is_chosen)
 
     @override
-    def forecast(self, host: Host) -> Forecast:
-        words = f"{self.precision}: {self._reason}"
-        if self._setting == "auto":
-            return Forecast(self.precision != "32-true", f"`{self.precision}`", words)
-        as_asked = self.precision == self._setting
-        return Forecast(as_asked, "yes" if as_asked else "no", self._reason if as_asked else words)
-
-    @override
-    def arms(self) -> Iterable[Arm]:
-        return self.autocast.arms()
+    def on(self, event: Event) -> None:
+        if isinstance(event, Switched):
+            self.autocast.switch(event.variant)
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

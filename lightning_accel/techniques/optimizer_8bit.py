@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,15 @@ from torch.optim.adam import adam
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
 from lightning_accel.memory.eight_bit_errors import Errors
-from lightning_accel.techniques.base import Forecast, Refusal, Technique
-from lightning_accel.techniques.notes import Notes
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Forecast, TechniqueContext
 
 Optimizer8bitSetting = Literal["off", "on"]
 
@@ -79,10 +79,10 @@ class EightBitStates(Patch):
     against.
     """
 
-    def __init__(self, site: str, optimizer: Optimizer, notes: Notes) -> None:
+    def __init__(self, site: str, optimizer: Optimizer, run: TechniqueContext) -> None:
         super().__init__(site, "moments → 8 bits")
         self._optimizer = optimizer
-        self._notes = notes
+        self._run = run
         self._handles: list[RemovableHandle] = []
         self._copies = MethodPatch(site, "with floats", optimizer, "__getstate__", _with_floats)
         self._set_aside: list[tuple[Tensor, Tensor]] = []
@@ -147,9 +147,9 @@ class EightBitStates(Patch):
                 parameter.grad = None
         if (line := self._errors.line(self._steps)) is not None:
             packed, floats = state_bytes(self._optimizer)
-            self._notes.measured = Measurement(original_bytes=floats, candidate_bytes=packed)
+            self._run.measured = Measurement(original_bytes=floats, candidate_bytes=packed)
             sizes = f"{packed / 2**20:,.1f} MiB instead of {floats / 2**20:,.1f}"
-            self._notes.status = f"in force: states take {sizes}; {line}"
+            self._run.status = f"in force: states take {sizes}; {line}"
 
     def _step_together(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         states = [self._state(parameter, group) for parameter in parameters]
@@ -271,27 +271,21 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
 class Optimizer8bit(Technique):
     """Keeps the moments of torch's Adam and AdamW in 8 bits, where parameters are large enough."""
 
-    trial_step: ClassVar[None] = None
-    remembers: ClassVar[bool] = False
-    edits_optimizers: ClassVar[bool] = True
-    why_not_sharded: ClassVar[str] = "its blocks of 256 elements were not tried on shards"
+    traits = Traits(
+        trial_step=None,
+        remembers=False,
+        edits_optimizers=True,
+        not_on={kind: f"not measured on {kind}" for kind in ("mps", "xla")},
+        why_not_sharded="its blocks of 256 elements were not tried on shards",
+        lacks=lambda host: why_missing(eight_bits.MODULE),
+    )
+
+    def __init__(self, settings: Optimizer8bitPlan, context: BuildContext) -> None:
+        words = "the moments of torch's Adam and AdamW, where torchao is installed"
+        self.run.forecast = Forecast(True, "yes", words)
 
     @override
-    def unavailable(self, host: Host) -> str | None:
-        return _not_on(host) or why_missing(eight_bits.MODULE)
-
-    @override
-    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+    def optimizer_sites(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch]:
         for site, optimizer in optimizers.items():
             reason = why_not(optimizer)
-            yield Refusal(site, reason) if reason else EightBitStates(site, optimizer, self.notes)
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := _not_on(host)) is not None:
-            return Forecast(False, "no", reason)
-        return Forecast(True, "yes", "the moments of torch's Adam and AdamW, where torchao is installed")
-
-
-def _not_on(host: Host) -> str | None:
-    return None if host.kind in ("cuda", "rocm", "cpu") else f"not measured on {host.kind}"
+            yield Site(site, why_not=reason) if reason else EightBitStates(site, optimizer, self.run)

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core import stepping
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.stepping import Group, StepImpl
-from lightning_accel.techniques.arms import Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
-from lightning_accel.techniques.notes import Notes, Verdict
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.step_override import StandInSteps
 from lightning_accel.techniques.syncfree_steps import step_syncfree
+from lightning_accel.techniques.technique_context import Forecast, TechniqueContext, Verdict
 
 OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
 
@@ -46,14 +47,14 @@ class OptimizerPlan:
 
 
 def step_together(
-    site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", notes: Notes | None = None
-) -> list[StepsTogether | Refusal]:
+    site: str, optimizer: Optimizer, setting: OptimizerSetting = "auto", run: TechniqueContext | None = None
+) -> list[Patch]:
     """The patch by which an optimizer steps by another implementation; the groups left out, with the reason."""
     kind = stepping.kind_of(optimizer)
     if isinstance(kind, str):
-        return [Refusal(site, kind)]
+        return [Site(site, why_not=kind)]
     if any(is_lazy(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        return [Refusal(site, "has lazy parameters: run the model once before, and they will be there")]
+        return [Site(site, why_not="has lazy parameters: run the model once before, and they will be there")]
     impls: dict[StepImpl, None] = {}
     refusals = []
     for index, group in enumerate(optimizer.param_groups):
@@ -63,8 +64,9 @@ def step_together(
         if not possible:
             reason = stepping.why_never(kind, group, found[0]) if found else _nothing_to_gain(kind, group, setting)
             where = f"{site}, group {index}" if len(optimizer.param_groups) > 1 else site
-            refusals.append(Refusal(where, stepping.own_choice(group) or reason or ""))
-    return [*([StepsTogether(site, optimizer, kind, list(impls), notes or Notes())] if impls else ()), *refusals]
+            refusals.append(Site(where, why_not=stepping.own_choice(group) or reason or ""))
+    patches = [StepsTogether(site, optimizer, kind, list(impls), run or TechniqueContext())] if impls else []
+    return [*patches, *refusals]
 
 
 def _ways(kind: type[Optimizer], group: Group, setting: OptimizerSetting) -> list[StepImpl]:
@@ -120,27 +122,26 @@ class StepsTogether(StandInSteps):
     """
 
     def __init__(
-        self, site: str, optimizer: Optimizer, kind: type[Optimizer], impls: list[StepImpl], notes: Notes
+        self, site: str, optimizer: Optimizer, kind: type[Optimizer], impls: list[StepImpl], run: TechniqueContext
     ) -> None:
         super().__init__(site, f"{kind.__name__} → {' or '.join(impls)}", optimizer, kind)
-        self.impls = impls
-        self._notes = notes
+        self.variants = tuple(impls)
+        self._run = run
         self._impl = impls[0]
         self._reasons: dict[str, None] = {}  # that were told, in their order
 
-    def choose(self, choice: str) -> None:
-        """Has the optimizer step by an implementation from now on; by the user's own where it lacks that one."""
+    @override
+    def switch(self, variant: str) -> None:
         self.undo()
-        for impl in self.impls:
-            if impl == choice:
-                self._impl = impl
-                self.apply()
+        self._impl = next((impl for impl in get_args(StepImpl) if impl == variant), self._impl)
+        super().switch(variant)
 
     @property
-    def moves_state(self) -> bool:
-        """Whether a switch copies states between devices."""
+    @override
+    def settle(self) -> int:  # type: ignore[override]
+        # On a GPU, fused kernels keep the counts of steps there: a switch copies states between devices.
         groups = self._optimizer.param_groups
-        return "fused" in self.impls and any(p.device.type != "cpu" for group in groups for p in group["params"])
+        return "fused" in self.variants and any(p.device.type != "cpu" for group in groups for p in group["params"])
 
     @override
     def _groups(self, optimizer: Optimizer) -> Iterator[Group]:
@@ -153,7 +154,7 @@ class StepsTogether(StandInSteps):
     def _tell(self, reason: str) -> None:
         self._reasons[reason] = None
         words = f"{self.change}, a group in the user's way in steps where {'; where '.join(self._reasons)}"
-        self._notes.revise(self.site, Verdict("kept", words))
+        self._run.revise(self.site, Verdict("kept", words))
 
     @override
     def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -172,19 +173,18 @@ class StepsTogether(StandInSteps):
 class OptimizerSteps(Technique):
     """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are."""
 
-    trial_step: ClassVar[None] = None
-    remembers: ClassVar[bool] = False
-    edits_optimizers: ClassVar[bool] = True
+    traits = Traits(trial_step=None, remembers=False, edits_optimizers=True)
 
-    def __init__(self, setting: OptimizerSetting, *, is_xla: bool = False) -> None:
-        self._setting, self._is_xla = setting, is_xla
-        self._patches: list[StepsTogether] = []
-        self._choice: str | None = None  # None: the first that each optimizer has
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: OptimizerPlan, context: BuildContext) -> Self:
-        return cls(settings.step, is_xla=context.host.kind == "xla")
+    def __init__(self, settings: OptimizerPlan, context: BuildContext) -> None:
+        self._setting, kind = settings.step, context.host.kind
+        self._is_xla = kind == "xla"
+        if self._setting != "auto":
+            self.run.forecast = Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
+        elif self._is_xla:
+            self.run.forecast = Forecast(True, "yes", "Adam, AdamW and SGD with momentum take torch_xla's steps")
+        else:
+            impls = "fused and foreach steps" if kind == "cpu" else "fused steps"
+            self.run.forecast = Forecast(True, "tried", f"{impls} of torch's own optimizers are tried")
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -195,46 +195,12 @@ class OptimizerSteps(Technique):
         return None
 
     @override
-    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterator[Patch | Refusal]:
-        if self._is_xla:
-            yield from (step_syncfree(site, optimizer) for site, optimizer in optimizers.items())
-            return
-        for site, optimizer in optimizers.items():
-            for claim in step_together(site, optimizer, self._setting, self.notes):
-                yield claim
-                if isinstance(claim, StepsTogether):
-                    self._patches.append(claim)
-                    # It is applied by now. One that comes later than the arm does as the others.
-                    if self._choice is not None:
-                        claim.choose(self._choice)
-
-    @override
-    def arms(self) -> Iterator[Arm]:
+    def optimizer_sites(self, optimizers: Mapping[str, Optimizer]) -> Iterator[Patch]:
         # Where each rank decides alone, their parameters would drift apart, by rounding.
-        if self._setting != "auto" or self.decides_alone:
-            return
-        impls = tuple(impl for impl in get_args(StepImpl) if any(impl in patch.impls for patch in self._patches))
-        if impls:
-            self._set_choice(impls[0])
-            # On a GPU, fused kernels keep the counts of steps there.
-            yield Arm(self.name, impls, self._set_choice, settle=int(any(patch.moves_state for patch in self._patches)))
-
-    def _set_choice(self, choice: str) -> None:
-        self._choice = choice
-        for patch in self._patches:
-            patch.choose(choice)
-
-    @override
-    def close(self) -> None:
-        self._patches.clear()
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := self.unavailable(host)) is not None:
-            return Forecast(False, "no", reason)
-        if self._setting != "auto":
-            return Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
-        if host.kind == "xla":
-            return Forecast(True, "yes", "Adam, AdamW and SGD with momentum take torch_xla's steps")
-        impls = "fused and foreach steps" if host.kind == "cpu" else "fused steps"
-        return Forecast(True, "tried", f"{impls} of torch's own optimizers are tried")
+        if self._setting == "auto" and not self._is_xla and not self.run.decides_alone:
+            self.run.live = Live()
+        for site, optimizer in optimizers.items():
+            if self._is_xla:
+                yield step_syncfree(site, optimizer)
+            else:
+                yield from step_together(site, optimizer, self._setting, self.run)

@@ -8,23 +8,23 @@ other tiles, and add the same numbers, and the zeros, in another order.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
-from lightning_accel.techniques.base import BuildContext, Forecast, LoaderTerms, Refusal, Technique
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.base import BuildContext, LoaderTerms, Technique, Traits
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Forecast, Verdict
 
 _IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
 IGNORED = -100
@@ -132,17 +132,16 @@ class Padding(Technique):
     labels and positions would be others, which nothing outside of the model can see to.
     """
 
-    acts_without_sites: ClassVar[bool] = True
-    trial_step: ClassVar[None] = None
-    remembers = False
+    traits = Traits(acts_without_sites=True, trial_step=None, remembers=False)
 
-    def __init__(self, multiple: Literal["auto"] | int, context: BuildContext, *, groups: bool = False) -> None:
-        self._multiple, self._groups = multiple, groups
-        self._grouping = "; no loader of a Trainer to group by length" if groups else ""
-        self._grouped: weakref.WeakSet[GroupedLoader] = weakref.WeakSet()
+    def __init__(self, settings: PaddingPlan, context: BuildContext) -> None:
+        assert settings.multiple != "off"
+        self._multiple, self._groups = settings.multiple, settings.group_by_length
+        self._grouping = "; no loader of a Trainer to group by length" if self._groups else ""
         self._most = _MOST.get(context.host.kind, _MOST_ELSEWHERE)
-        largest = f"up to {self._most}" if multiple == "auto" else multiple
+        largest = f"up to {self._most}" if self._multiple == "auto" else self._multiple
         self._words = f"batches of text padded to multiples of {largest}"
+        self.run.forecast = Forecast(True, "yes", self._words)
         self._pad_id = _pad_id(context.model)
         self._tables = _tables(context.model)
         self._lengths: dict[int, int] = {}  # as they come → as they are padded
@@ -150,34 +149,23 @@ class Padding(Technique):
         self._model = context.model
         self._may_draw = True  # as far as was seen
 
-    @classmethod
     @override
-    def from_settings(cls, settings: PaddingPlan, context: BuildContext) -> Self:
-        assert settings.multiple != "off"
-        return cls(settings.multiple, context, groups=settings.group_by_length)
-
-    @override
-    def patches(self, model: nn.Module, host: Host) -> Iterator[Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterator[Site]:
         self._say()
         for name, module in model.named_modules():
             if why := why_unlucky(_vocabulary(module), host):
-                yield Refusal(name, why)
+                yield Site(name, why_not=why)
 
     @override
     def loader(self, loader: Any, terms: LoaderTerms) -> Any:
         if not self._groups:
             return loader
-        if why := terms.why_not or why_not_grouped(loader, is_one_of_many=self.agree is not None):
+        if why := terms.why_not or why_not_grouped(loader, is_one_of_many=self.run.agree is not None):
             self._tell(f"not grouped by length: {why}", False)
             return loader
-        grouped = GroupedLoader(loader, self._tell, objection=terms.objection, agree=self.agree)
-        self._grouped.add(grouped)
+        grouped = GroupedLoader(loader, self._tell, objection=terms.objection, agree=self.run.agree)
+        self.run.at_end.callback(grouped.close)
         return grouped
-
-    @override
-    def close(self) -> None:
-        for grouped in self._grouped:
-            grouped.close()
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
@@ -194,7 +182,7 @@ class Padding(Technique):
     def _leave(self, why: str) -> None:
         if why not in self._complaints:
             self._complaints.add(why)
-            self.notes.revise("batch", Verdict("refused", why))
+            self.run.revise("batch", Verdict("refused", why))
 
     @override
     def batch(self, batch: Any, stage: str) -> Any:
@@ -212,20 +200,16 @@ class Padding(Technique):
             self._say()
         return batch if longer == length else padded(batch, longer, self._pad_id)
 
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        return Forecast(True, "yes", self._words)
-
     def _tell(self, line: str, is_grouped: bool) -> None:
         self._grouping = f"; {line}"
         self._say()
-        self.notes.revise(_LOADER, Verdict("kept" if is_grouped else "refused", line))
+        self.run.revise(_LOADER, Verdict("kept" if is_grouped else "refused", line))
         if not is_grouped:
-            self.notes.warn(f"padding: batches are {line}")
+            self.run.warn(f"padding: batches are {line}")
 
     def _say(self) -> None:
         met = f": {len(self._lengths)} lengths → {len(set(self._lengths.values()))}" if self._lengths else ""
-        self.notes.status = f"{self._words}{met}{self._grouping}"
+        self.run.status = f"{self._words}{met}{self._grouping}"
 
     def _longer(self, length: int) -> int:
         multiple = multiple_for(length, self._most) if self._multiple == "auto" else self._multiple

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.data import Position, Preprocess, Transform
 from lightning_accel.data.transform_config import read_transforms, written
-from lightning_accel.techniques.base import BuildContext, Refusal, Technique
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
 
 
@@ -50,31 +50,25 @@ class Preprocessing(Technique):
     deterministic.
     """
 
-    acts_without_sites: ClassVar[bool] = True
-    is_part_of_training: ClassVar[bool] = True
+    traits = Traits(acts_without_sites=True, is_part_of_training=True)
 
-    def __init__(self, transforms: Sequence[Transform], context: BuildContext) -> None:
-        self._transforms = transforms
+    def __init__(self, settings: PreprocessPlan, context: BuildContext) -> None:
+        self._transforms = cast(tuple[Transform, ...], settings.transforms)
         self._context = context
         self._preprocess: Preprocess | None = None
         self._batches = 0
 
-    @classmethod
     @override
-    def from_settings(cls, settings: PreprocessPlan, context: BuildContext) -> Self:
-        return cls(cast(tuple[Transform, ...], settings.transforms), context)
-
-    @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         self._preprocess = Preprocess(
             self._transforms,
             device=self._context.device,
-            dtype=self._context.dtype(),
+            dtype=self._context.dtype,
             rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
         )
-        self.notes.status = self._preprocess.describe()
+        self.run.status = self._preprocess.describe()
         if self._preprocess.complaint:
-            self.notes.warn(f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.")
+            self.run.warn(f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.")
         return ()
 
     @override

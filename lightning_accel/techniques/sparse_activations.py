@@ -6,10 +6,10 @@ https://doi.org/10.1109/ISCA.2018.00070, of which this takes the lossless part: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_accel.core.measured import Measurement
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing_budget import MAX_TIME_SHARE
 from lightning_accel.memory.saved_tensors import saving
-from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
+from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
 from lightning_accel.techniques.registry import register
 
 _LEAVE_ZEROS = (nn.ReLU, nn.ReLU6, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -39,6 +39,11 @@ class SparseActivationsPlan:
     mode: SparseSetting = "auto"
 
 
+def _oom_fallbacks(settings: SparseActivationsPlan, context: BuildContext) -> Iterator[OomFallback]:
+    if settings.mode == "off" and any(isinstance(module, _LEAVE_ZEROS) for module in context.model.modules()):
+        yield OomFallback(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
+
+
 @register(
     "sparse_activations",
     settings=SparseActivationsPlan,
@@ -55,29 +60,26 @@ class SparseActivations(Technique):
     change no number, so ranks need not agree.
     """
 
-    acts_without_sites: ClassVar[bool] = True
-    not_on: ClassVar[Mapping[str, str]] = {
-        "mps": "tensors are packed on CPUs, NVIDIA and AMD GPUs only. Use gradient_checkpointing to need less memory",
-        "xla": "how large a packed tensor is depends on its values, and XLA compiles for sizes that are known before."
-        " Use torch_xla.utils.checkpoint to need less memory",
-    }
+    traits = Traits(
+        acts_without_sites=True,
+        not_on={
+            "mps": "tensors are packed on CPUs, NVIDIA and AMD GPUs only. Use gradient_checkpointing to need less"
+            " memory",
+            "xla": "how large a packed tensor is depends on its values, and XLA compiles for sizes that are known"
+            " before. Use torch_xla.utils.checkpoint to need less memory",
+        },
+        oom_fallbacks=_oom_fallbacks,
+    )
 
     def __init__(self, model: nn.Module, *, packer: Packer | None = None) -> None:
         self.packer = packer or Packer()
-        self.notes.status = "waiting for the first step"
+        self.run.status = "waiting for the first step"
         self._model = model
 
     @classmethod
     @override
     def from_settings(cls, settings: SparseActivationsPlan, context: BuildContext) -> Self:
         return cls(context.model)
-
-    @classmethod
-    @override
-    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
-        is_off = context.settings[cls.name].mode == "off"
-        if is_off and any(isinstance(module, _LEAVE_ZEROS) for module in context.model.modules()):
-            yield OomFallback(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
@@ -94,6 +96,6 @@ class SparseActivations(Technique):
             raise
         self.packer.end_step()
         report = self.packer.report()
-        self.notes.status = str(report)
+        self.run.status = str(report)
         if report.packed:
-            self.notes.measured = Measurement(original_bytes=report.before_bytes, candidate_bytes=report.after_bytes)
+            self.run.measured = Measurement(original_bytes=report.before_bytes, candidate_bytes=report.after_bytes)

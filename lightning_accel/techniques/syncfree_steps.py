@@ -17,23 +17,24 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from typing_extensions import override
 
+from lightning_accel.core.patch import Patch
 from lightning_accel.core.stepping import Group, kind_of, own_choice, own_steps, step_of
-from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.step_override import StandInSteps
 
 _MOST = "max_exp_avg_sq"  # torch_xla's Adam has it, empty, without amsgrad too
 
 
-def step_syncfree(site: str, optimizer: Optimizer) -> SyncfreeSteps | Refusal:
+def step_syncfree(site: str, optimizer: Optimizer) -> Patch:
     """The edit that has an optimizer step as torch_xla's variant of it, or why there is none."""
     kind = kind_of(optimizer)
     if isinstance(kind, str):
-        return Refusal(site, kind)
+        return Site(site, why_not=kind)
     if kind not in (Adam, AdamW, SGD):
-        return Refusal(site, f"torch_xla has no step of {kind.__name__}: it has Adam, AdamW and SGD")
+        return Site(site, why_not=f"torch_xla has no step of {kind.__name__}: it has Adam, AdamW and SGD")
     reasons = [why_not(kind, group) for group in optimizer.param_groups]
     if all(reasons):
-        return Refusal(site, reasons[0])
+        return Site(site, why_not=reasons[0])
     return SyncfreeSteps(site, optimizer, kind)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.host import Host, usable_cores
-from lightning_accel.core.patch import Patch
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Technique
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
+from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site, Variant
+from lightning_accel.techniques.technique_context import Forecast
 
 
 @dataclass(frozen=True)
@@ -46,29 +49,14 @@ def in_words(count: int) -> str:
     return f"{count} {'thread' if count == 1 else 'threads'} an operation"
 
 
-class ThreadsPatch(Patch):
-    """Sets the number of threads of this process; undone where nobody else has set another since."""
+def _variant(count: int) -> Variant:
+    before = torch.get_num_threads()
 
-    def __init__(self, count: int, change: str) -> None:
-        super().__init__("", change)
-        self._count = count
+    def undo() -> None:
+        if torch.get_num_threads() == count:  # else somebody has set another number since
+            torch.set_num_threads(before)
 
-    @override
-    def _apply(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._count)
-
-    def choose(self, choice: str) -> None:
-        """Has another number in force, or the user's own."""
-        self.undo()
-        if choice != OFF:
-            self._count = int(choice)
-            self.apply()
-
-    @override
-    def _undo(self) -> None:
-        if torch.get_num_threads() == self._count:
-            torch.set_num_threads(self._before)
+    return Variant(str(count), partial(torch.set_num_threads, count), undo)
 
 
 # Before a compiler, whose kernels are made for the threads that there are.
@@ -76,50 +64,33 @@ class ThreadsPatch(Patch):
 class Threads(Technique):
     """Has torch use as many threads as it is told, while the run lasts. Sums may be rounded in another order."""
 
-    applied_before_trial = True
-    trial_step: ClassVar[None] = None
-    remembers = False
-    not_on: ClassVar[Mapping[str, str]] = {
-        "xla": "XLA computes with threads of its own, of which torch's setting says nothing"
-    }
+    traits = Traits(
+        applied_before_trial=True,
+        trial_step=None,
+        remembers=False,
+        not_on={"xla": "XLA computes with threads of its own, of which torch's setting says nothing"},
+    )
 
-    def __init__(self, count: Literal["auto"] | int) -> None:
+    def __init__(self, settings: ThreadsPlan, context: BuildContext) -> None:
         # Fewer than there are: all of them is what the run has without this.
-        fewer = [str(torch.get_num_threads() >> halved) for halved in range(1, torch.get_num_threads().bit_length())]
-        self._choices = tuple(fewer) if count == "auto" else ()
-        self._count = count
-        self._patch: ThreadsPatch | None = None
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: ThreadsPlan, context: BuildContext) -> Self:
-        assert settings.count != "off"
-        return cls(settings.count)
+        fewer = [torch.get_num_threads() >> halved for halved in range(1, torch.get_num_threads().bit_length())]
+        self._counts = [settings.count] if isinstance(settings.count, int) else fewer
+        if settings.count == "auto":
+            self.run.live = Live(starts_off=True, asked_alone=True)
+            self.run.forecast = Forecast(True, "tried", "fewer are tried")
+        else:
+            self.run.forecast = Forecast(True, "yes", in_words(self._counts[0]))
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:
-        if self._count != "auto":
-            self._patch = ThreadsPatch(self._count, in_words(self._count))
-        elif self._choices:
-            self._patch = ThreadsPatch(torch.get_num_threads(), f"{', '.join(self._choices)} on trial")
-            self.notes.status = f"all {torch.get_num_threads()} threads, until live trials find fewer to be faster"
-        if self._patch is not None:
-            yield self._patch
+    def sites(self, model: nn.Module, host: Host) -> Iterator[Site]:
+        change = in_words(self._counts[0]) if self._counts else ""
+        if self._counts and self.run.live is not None:
+            change = f"{', '.join(map(str, self._counts))} on trial"
+            self.run.status = f"all {torch.get_num_threads()} threads, until live trials find fewer to be faster"
+        if self._counts:
+            yield Site("", [_variant(count) for count in self._counts], change)
 
     @override
-    def arms(self) -> Iterator[Arm]:
-        if self._patch is not None and self._choices:
-            yield Arm(self.name, self._choices, self._choose, starts_off=True, asked_alone=True)
-
-    def _choose(self, choice: str) -> None:
-        assert self._patch is not None
-        self._patch.choose(choice)
-        self.notes.status = in_words(torch.get_num_threads())
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := self.unavailable(host)) is not None:
-            return Forecast(False, "no", reason)
-        if self._count == "auto":
-            return Forecast(True, "tried", "fewer are tried")
-        return Forecast(True, "yes", in_words(self._count))
+    def on(self, event: Event) -> None:
+        if isinstance(event, Switched):
+            self.run.status = in_words(torch.get_num_threads())

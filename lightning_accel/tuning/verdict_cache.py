@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.digest import digest
 from lightning_accel.experiment.store import DamagedError, Key, Store
-from lightning_accel.techniques.notes import Verdict, Verdicts
+from lightning_accel.techniques.technique_context import Verdict, Verdicts
 from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.tuning_cache import run_key
 from lightning_accel.tuning.tuning_result import Tuning

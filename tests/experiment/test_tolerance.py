@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_accel.experiment.tolerance import FACTOR, Deviation, Measuring, Spread, deviation, other_orders
 from lightning_accel.experiment.trial import NumbersComparison, Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 
 pytestmark = pytest.mark.numbers
 
@@ -38,7 +38,7 @@ def compare(
     candidate: Callable[..., Tensor], original: Callable[..., Tensor] = attention, dtype: torch.dtype = torch.float32
 ) -> NumbersComparison:
     trial = Trial(nn.Module(), inputs(dtype), wide=original)
-    return trial.numbers(Variant(original), Variant(candidate))
+    return trial.numbers(TrialSide(original), TrialSide(candidate))
 
 
 class _Doubling(torch.autograd.Function):
@@ -159,7 +159,7 @@ def test_a_convolution_in_channels_last_is_within_the_spread_of_the_contiguous_o
         return original(*(tensor.contiguous(memory_format=torch.channels_last) for tensor in args))
 
     trial = Trial(nn.Module(), (x, weight), samples=2, wide=original, keeps_strides=False)
-    assert trial.numbers(Variant(original), Variant(in_channels_last)).failure == ""
+    assert trial.numbers(TrialSide(original), TrialSide(in_channels_last)).failure == ""
 
 
 # -- as few orders as a verdict takes ------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def counted(candidate: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Numbe
 
     original = counting(attention)
     trial = Trial(nn.Module(), inputs(dtype), wide=original, samples=B // 2)
-    sides = Variant(original), Variant(counting(candidate))
+    sides = TrialSide(original), TrialSide(counting(candidate))
     found = trial.numbers(*sides)
     if not found.failure:
         trial.time(*sides)

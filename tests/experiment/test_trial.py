@@ -15,7 +15,7 @@ from lightning_accel.core import clocks
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from support.trial_cases import Call, X, block, compare
 
 
@@ -131,14 +131,14 @@ def test_a_candidate_that_sleeps_is_slower() -> None:
         time.sleep(0.15)
         return module.forward(x)
 
-    found = Trial(module, (torch.randn(4, 4),)).time(Variant(module.forward), Variant(asleep))
+    found = Trial(module, (torch.randn(4, 4),)).time(TrialSide(module.forward), TrialSide(asleep))
     assert found.candidate_ms > 10 * found.original_ms
 
 
 def test_a_candidate_that_raises_only_when_timed_is_a_failure_not_an_exception() -> None:
     module = nn.Linear(4, 4)
     found = Trial(module, (torch.randn(4, 4),)).time(
-        Variant(module.forward), Variant(raises(RuntimeError("later"))(module))
+        TrialSide(module.forward), TrialSide(raises(RuntimeError("later"))(module))
     )
     assert found.failure == "failed in its trial: RuntimeError: later"
     assert found.original_ms is None
@@ -165,7 +165,7 @@ def test_a_trial_ends_where_another_call_cannot_be_paid_and_tells_the_purse_what
         purse.steps = steps
         purse.step_took(10.0)  # of which a hundredth of the run is a tenth of a second a step
         one = Trial(module, (torch.randn(4, 4),), samples=None, purse=purse)
-        found = one.numbers(Variant(slow), Variant(slow))
+        found = one.numbers(TrialSide(slow), TrialSide(slow))
         assert purse.spent_s[TRIALS] == calls
         return found.kind
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_accel.core.device import dtype_of_products
 from lightning_accel.experiment.tolerance import FACTOR
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from support.errors import relative_error
 from support.models import ResidualBlock, images
 from support.trial_cases import X, allowing, block, compare
@@ -83,14 +83,14 @@ def test_random_numbers_that_fall_on_other_elements_are_an_objection() -> None:
 def test_another_amount_of_random_numbers_is_an_objection(in_other_orders: bool) -> None:
     module = nn.Linear(16, 4)
     for draw in (lambda: torch.rand(3), random.random, lambda: numpy.random.rand(3)):
-        drawing = Variant(lambda x, draw=draw: (draw(), module.forward(x))[1])
-        found = Trial(module, (X,)).numbers(Variant(module.forward), drawing, in_other_orders=in_other_orders)
+        drawing = TrialSide(lambda x, draw=draw: (draw(), module.forward(x))[1])
+        found = Trial(module, (X,)).numbers(TrialSide(module.forward), drawing, in_other_orders=in_other_orders)
         assert "another amount of random numbers" in found.failure
 
 
 def test_both_sides_draw_the_same_numbers_from_every_stream() -> None:
     module = nn.Linear(16, 4)
-    drawing = Variant(lambda x: module.forward(x) * torch.rand(()) * random.random() * numpy.random.rand())
+    drawing = TrialSide(lambda x: module.forward(x) * torch.rand(()) * random.random() * numpy.random.rand())
     states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].copy()
     found = Trial(module, (X,), wide=drawing.call).numbers(drawing, drawing)
     assert (found.failure, found.is_same) == ("", True)
@@ -103,8 +103,8 @@ def test_both_sides_draw_the_same_numbers_from_every_stream() -> None:
 def test_results_that_lie_otherwise_in_memory_are_an_objection(in_other_orders: bool) -> None:
     module = nn.Linear(16, 4)
     trial = Trial(module, (X,))
-    turned = Variant(lambda x: module.forward(x).mT.contiguous().mT)
-    found = trial.numbers(Variant(module.forward), turned, in_other_orders=in_other_orders)
+    turned = TrialSide(lambda x: module.forward(x).mT.contiguous().mT)
+    found = trial.numbers(TrialSide(module.forward), turned, in_other_orders=in_other_orders)
     assert "lie otherwise" in found.failure
 
 
@@ -116,7 +116,7 @@ def test_strides_of_dimensions_of_one_are_no_objection() -> None:
 
 def test_without_an_oracle_the_two_see_the_same_random_numbers() -> None:
     module = block().train()
-    found = Trial(module, (X,)).numbers(Variant(module.forward), Variant(module.forward), in_other_orders=False)
+    found = Trial(module, (X,)).numbers(TrialSide(module.forward), TrialSide(module.forward), in_other_orders=False)
     assert (found.failure, found.error) == ("", 0.0)
 
 
@@ -242,7 +242,7 @@ def test_products_that_the_run_allows_to_be_rounded_are_no_objection(allowed: st
         return nn.functional.linear(x.bfloat16(), module.weight.bfloat16(), module.bias.bfloat16()).float()
 
     with allowing("matmul", allowed):
-        found = Trial(module, (x,)).numbers(Variant(module.forward), Variant(rounded))
+        found = Trial(module, (x,)).numbers(TrialSide(module.forward), TrialSide(rounded))
     assert (not found.failure) == is_kept, found.failure
 
 
@@ -254,7 +254,7 @@ def test_nor_are_convolutions_that_the_run_allows_to_be_rounded(allowed: str, is
         return copy.deepcopy(module).bfloat16()(x.bfloat16()).float()
 
     with allowing("conv", allowed):
-        found = Trial(module, (x,), with_gradients=False).numbers(Variant(module), Variant(rounded))
+        found = Trial(module, (x,), with_gradients=False).numbers(TrialSide(module), TrialSide(rounded))
     assert (not found.failure) == is_kept, found.failure
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel.core.isolation import isolated
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from support.trial_cases import Call, compare
 
 pytestmark = pytest.mark.numbers
@@ -111,7 +111,7 @@ def test_a_trial_leaves_no_trace(
         F.linear(x, module.linear.weight).sum().backward()
     before = everything(module, x)
     trial = Trial(module, (x,), with_gradients=with_gradients)
-    getattr(trial, method)(Variant(module.forward), Variant(candidate(module)))
+    getattr(trial, method)(TrialSide(module.forward), TrialSide(candidate(module)))
     assert everything(module, x) == before
 
 
@@ -130,7 +130,7 @@ def test_an_input_that_is_written_in_place_is_not_the_users() -> None:
     for with_gradients in (True, False):
         found = compare(module, module.forward, x, with_gradients=with_gradients)
         assert (found.failure, found.left_behind) == ("", ("its input",))
-    Trial(module, (x,)).time(Variant(module.forward), Variant(module.forward))
+    Trial(module, (x,)).time(TrialSide(module.forward), TrialSide(module.forward))
     assert torch.equal(x, torch.zeros(4, 4))
 
 

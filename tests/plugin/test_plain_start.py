@@ -28,7 +28,8 @@ from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_S
 from lightning_accel.lightning import plain_start
 from lightning_accel.lightning import plugin as plugin_module
 from lightning_accel.memory.oom_report import StepMemoryError
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.base import Traits
+from lightning_accel.techniques.technique_context import Verdict
 from support.console import heard
 from support.lightning_models import Supervised, cnn, images
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
@@ -215,17 +216,16 @@ def test_plain_turns_correct_what_the_first_steps_have_told() -> None:
 class Tried(There):
     """A site whose trial takes so many steps of 10 ms, by an estimate that is right."""
 
-    acts_without_sites = False
-    trial_steps = 4.0
+    traits = Traits(trial_steps=4.0)
     time: SimulatedTime
     tried_at: list[int]
 
-    def patches(self, model: nn.Module, host: Any) -> list[Patch]:
+    def sites(self, model: nn.Module, host: Any) -> list[Patch]:
         return [AttributePatch("layer", "is faster", model.get_submodule("layer"), "is_faster", True)]
 
     @contextmanager
     def trial(self, patches: Any) -> Iterator[Any]:
-        type(self).time.advance(self.trial_steps * 10)
+        type(self).time.advance(self.traits.trial_steps * 10)
         self.tried_at.append(1)
         yield {patch.site: Verdict("kept") for patch in patches}
 
@@ -265,7 +265,7 @@ def test_what_a_trial_took_is_paid_from_the_purse(tried: type[Tried]) -> None:
 def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
     tried: type[Tried], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tried, "trial_steps", 8.0)  # 5% of 100 steps are 5, of 160 steps 8
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=8.0))  # 5% of 100 steps are 5, of 160 steps 8
 
     class Notes(Beginner):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -305,7 +305,7 @@ AUTO = {"precision": "auto"}
 def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
     tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tried, "trial_steps", 9.0)  # 2% of 400 steps are 8
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=9.0))  # 2% of 400 steps are 8
     with begun(1.3) as time:
         tried.time = time
         model = InTwo(time)
@@ -318,7 +318,7 @@ def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
 def test_it_is_not_tried_where_nothing_was_earned(
     tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tried, "trial_steps", 9.0)
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=9.0))
     monkeypatch.setattr(InTwo, "in_bfloat16", 0.8)
     with begun(1.3) as time:
         tried.time = time
@@ -330,7 +330,7 @@ def test_it_is_not_tried_where_nothing_was_earned(
 def test_where_nothing_was_earned_it_waits_until_the_run_can_pay(
     tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tried, "trial_steps", 8.0)  # 5% of 100 steps are 5
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=8.0))  # 5% of 100 steps are 5
     monkeypatch.setattr(InTwo, "in_bfloat16", 0.8)
     with begun(1.3) as time:
         tried.time = time

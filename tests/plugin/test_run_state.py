@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_accel.core.measured import Measurement
 from lightning_accel.lightning.run_state import RunState
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 
 
 def test_figures_travel_in_checkpoints_with_their_verdicts() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_accel import AccelXLAPlugin
-from lightning_accel.techniques.base import Refusal
+from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.syncfree_steps import step_syncfree
 
 without_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is here")
@@ -52,5 +52,5 @@ def test_an_optimizer_that_torch_xla_does_not_step_is_left_with_the_reason(
     optimizer: torch.optim.Optimizer, reason: str
 ) -> None:
     found = step_syncfree("optimizer 0", optimizer)
-    assert isinstance(found, Refusal)
-    assert found.reason.startswith(reason)
+    assert isinstance(found, Site)
+    assert found.why_not.startswith(reason)

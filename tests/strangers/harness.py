@@ -24,7 +24,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.trial import NumbersComparison, Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from strangers.recorder import Recorder, outliving, signature, streams
 from strangers.table import Training
 
@@ -197,7 +197,7 @@ def _simulated_machine(parts_are_faster: bool, cache: str) -> Iterator[None]:
     """One with native bfloat16 and no compiler, whose clock is ours; torch's flags are as before afterwards."""
     times = {"original_ms": 2.0, "candidate_ms": 1.0} if parts_are_faster else {"original_ms": 1.0, "candidate_ms": 2.0}
 
-    def timed(trial: Trial, original: Variant, candidate: Variant) -> NumbersComparison:
+    def timed(trial: Trial, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
         found = time(trial, original, candidate)
         return found if found.failure else dataclasses.replace(found, **times)
 

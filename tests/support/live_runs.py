@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
-from lightning_accel.techniques import BuildContext, Technique, register
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques import BuildContext, Technique, Traits, register
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.registry import forget
 from support.technique_table import off
 
@@ -58,25 +59,24 @@ class SpeedPlan:
 class Speed(Technique):
     """Makes a step ``speedup`` times as fast while its arm is on, and notes every switch and every step."""
 
-    acts_without_sites = True
+    traits = Traits(acts_without_sites=True)
     speedup = 1.5
     latest: Speed
 
     def __init__(self) -> None:
         self.now = "on"
         self.switches: list[str] = []
+        self.run.live = Live(variants=("on",))
         type(self).latest = self
 
     @classmethod
     def from_settings(cls, settings: SpeedPlan, context: BuildContext) -> Speed:
         return cls()
 
-    def arms(self) -> Iterable[Arm]:
-        yield Arm(self.name, ("on",), self._set_choice)
-
-    def _set_choice(self, choice: str) -> None:
-        self.now = choice
-        self.switches.append(choice)
+    def on(self, event: Event) -> None:
+        if isinstance(event, Switched):
+            self.now = event.variant
+            self.switches.append(event.variant)
 
 
 @contextmanager

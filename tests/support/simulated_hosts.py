@@ -7,8 +7,8 @@ from torch import nn
 from lightning_accel.cli.decisions import forecasts
 from lightning_accel.core.host import Host
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import Forecast
 from lightning_accel.techniques.registry import declarations
+from lightning_accel.techniques.technique_context import Forecast
 
 SIMULATED_HOSTS: dict[str, Host] = {
     "A100": Host(kind="cuda", device_name="NVIDIA A100", capability=(8, 0), native_bf16=True, compiler="triton"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_accel.experiment.trial import NumbersComparison, Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from support.models import TransformerBlock
 
 Call = Callable[..., Any]
@@ -19,7 +19,7 @@ X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
 
 
 def compare(module: nn.Module, candidate: Call, *args: Any, **options: Any) -> NumbersComparison:
-    return Trial(module, args, **options).numbers(Variant(module.forward), Variant(candidate))
+    return Trial(module, args, **options).numbers(TrialSide(module.forward), TrialSide(candidate))
 
 
 def block() -> TransformerBlock:

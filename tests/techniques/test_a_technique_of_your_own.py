@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,17 @@ from arguments_stub import STUB, stub
 from lightning_accel import AccelPlugin, AccelWarning, Plan, accelerate
 from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.core.host import Host
-from lightning_accel.techniques import AttributePatch, BuildContext, Patch, Refusal, Technique, Verdict, register
+from lightning_accel.techniques import (
+    AttributePatch,
+    BuildContext,
+    Patch,
+    Site,
+    Technique,
+    Traits,
+    Variant,
+    Verdict,
+    register,
+)
 from lightning_accel.techniques.registry import declarations
 from support.lightning_models import Supervised, vectors
 from support.models import TASKS
@@ -50,7 +61,7 @@ class GentlePlan:
 class Gentle(Technique):
     """Lets dropouts drop nothing, and marks optimizers: it edits both, and has no other sense."""
 
-    edits_optimizers = True
+    traits = Traits(edits_optimizers=True)
 
     def __init__(self, settings: GentlePlan) -> None:
         self.settings = settings
@@ -60,22 +71,23 @@ class Gentle(Technique):
     def from_settings(cls, settings: GentlePlan, context: BuildContext) -> Gentle:
         return cls(settings)
 
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         for site, module in model.named_modules():
             if site in self.settings.spare:
-                yield Refusal(site, "left alone, as gentle.spare says")
+                yield Site(site, why_not="left alone, as gentle.spare says")
             elif isinstance(module, nn.Dropout):
                 yield AttributePatch(site, "p → 0", module, "p", 0.0)
 
-    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+    def optimizer_sites(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch]:
         for site, optimizer in optimizers.items():
-            yield AttributePatch(site, "marked", optimizer, "is_gentle", True)
+            mark, remove = partial(setattr, optimizer, "is_gentle", True), partial(delattr, optimizer, "is_gentle")
+            yield Site(site, [Variant("marked", mark, remove)], "marked")
 
     def batch(self, batch: Any, stage: str) -> Any:
         self.steps += 1
         if self.steps == 3:
-            self.notes.warn("gentle: three batches are enough")
-            self.notes.revise("", Verdict("kept", "gentler still"))
+            self.run.warn("gentle: three batches are enough")
+            self.run.revise("", Verdict("kept", "gentler still"))
         return batch
 
 
@@ -219,6 +231,7 @@ def test_a_name_that_is_taken_and_an_order_that_goes_round_are_errors() -> None:
 
 PACKAGE = '''
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lightning_accel.techniques import Technique, register

@@ -120,7 +120,7 @@ def test_sizes_are_read_as_the_plan_allows_them() -> None:
     with technique.step("train"):
         model(torch.ones(1, 10)).sum()
     assert technique.offloader.stats.bytes_out == 4000
-    technique.close()
+    technique.run.at_end.close()
 
 
 # -- what it says --------------------------------------------------------------------------------------------------
@@ -129,24 +129,24 @@ def test_sizes_are_read_as_the_plan_allows_them() -> None:
 def test_the_status_says_how_much_moves_and_how_far_ahead() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model, "disk")
-    assert technique.notes.status == "disk: waiting for the first step"
+    assert technique.run.status == "disk: waiting for the first step"
     trained(model, TASKS["transformer"], engine(model, technique), steps=1)
-    technique.close()
+    technique.run.at_end.close()
     step_bytes = format_bytes(technique.offloader.stats.bytes_out)
-    assert technique.notes.status == f"disk: {step_bytes} a step out and back, prefetch depth 2 (being measured)"
+    assert technique.run.status == f"disk: {step_bytes} a step out and back, prefetch depth 2 (being measured)"
 
 
 def test_the_status_on_a_cpu_says_that_its_memory_is_the_hosts() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model)
-    assert "none is saved: activation_offloading='disk' saves it" in technique.notes.status
+    assert "none is saved: activation_offloading='disk' saves it" in technique.run.status
 
 
 def test_the_status_says_where_every_tensor_is_too_small() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model, min_bytes="64MiB")
     trained(model, TASKS["transformer"], engine(model, technique), steps=1)
-    assert "no saved tensor has 64MiB" in technique.notes.status
+    assert "no saved tensor has 64MiB" in technique.run.status
 
 
 @pytest.mark.parametrize(("kind", "mend"), [("mps", "gradient_checkpointing"), ("xla", "torch_xla.utils.checkpoint")])
@@ -204,8 +204,8 @@ def test_the_prefetch_depth_is_settled_by_measurement() -> None:
         loss.backward()
     assert set(tried) == set(DEPTHS)
     assert len(set(tried[-10:])) == 1
-    assert f"prefetch depth {tried[-1]} (measured)" in technique.notes.status
-    technique.close()
+    assert f"prefetch depth {tried[-1]} (measured)" in technique.run.status
+    technique.run.at_end.close()
 
 
 def test_the_smallest_depth_that_is_as_fast_as_any_is_taken() -> None:
@@ -254,5 +254,5 @@ def test_measuring_never_waits_for_the_gpu() -> None:
     torch.cuda.synchronize()
     with technique.step("train"):
         model(x)
-    assert "(measured)" in technique.notes.status
-    technique.close()
+    assert "(measured)" in technique.run.status
+    technique.run.at_end.close()

@@ -25,7 +25,7 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques import compilation, compiled_blocks
 from lightning_accel.techniques.arms import OFF, Arm, ArmSetup
 from lightning_accel.techniques.compilation import CompilationOnTrial
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 from support.live_runs import OTHERS_OFF
 
 pytestmark = [
@@ -263,7 +263,7 @@ def test_what_was_compiled_in_the_beginning_is_not_counted_as_compiled_anew_late
     train(handle, size=5)
     anew = compiler.graphs - 2
     assert anew > 0
-    handle.engine.technique(CompilationOnTrial).notes.refuse("1", "by a test")  # type: ignore[union-attr]
+    handle.engine.technique(CompilationOnTrial).run.refuse("1", "by a test")  # type: ignore[union-attr]
     train(handle)
     assert f"{anew} of them anew" in handle.report.of("compile").details
     handle.undo()
@@ -282,7 +282,7 @@ def test_a_run_undone_in_the_step_that_compiles_is_plain(compiler: Compiler) -> 
 
 def test_only_rank_0_decides_what_is_kept(compiler: Compiler) -> None:
     handle, arm, setup = started(blocks(2.0, 2.0))
-    setup.agree = lambda found: {  # type: ignore[attr-defined]
+    handle.engine.technique(CompilationOnTrial).run.agree = lambda found: {  # type: ignore[union-attr]
         site: Verdict("kept") if site == "1" else Verdict("failed", "failed there") for site in found
     }
     set_up(handle, arm, setup)

@@ -128,7 +128,7 @@ def test_what_the_timing_takes_is_told_beforehand_and_afterwards(monkeypatch: py
     arm.setup.begin(5.0)
     assert arm.setup.end() == 1.5
     arm.setup.decline("no time")
-    assert handle.engine.technique(CudnnBenchmark).notes.status == "no time"
+    assert handle.engine.technique(CudnnBenchmark).run.status == "no time"
     handle.undo()
 
 

@@ -61,7 +61,7 @@ WAYS = [("fused", name) for name in FUSED] + [("foreach", name) for name in FORE
 def test_it_trains_as_the_users_own_steps_through_every_switch(way: str, name: str) -> None:
     plain, loop = plain_and(way, FOREACH[name])
     for start, choice in ((0, way), (2, OFF), (4, way), (6, OFF), (8, way)):
-        loop.patch().choose(choice)
+        loop.patch().switch(choice)
         for each in (plain, loop):
             each.run(range(start, start + 2))
         assert_same_training(loop, plain)
@@ -132,7 +132,7 @@ def test_off_leaves_neither_hooks_nor_flags() -> None:
     loop = Loop(network(), AdamW, "fused")
     loop.run(range(1))
     assert "_fused_adamw_" in operations(loop.optimizer)
-    loop.patch().choose(OFF)
+    loop.patch().switch(OFF)
     plain = AdamW(network().parameters())
     counts = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks")
     for name in (*counts, "_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):

@@ -45,7 +45,7 @@ def test_it_trains_as_torchs_own_steps_through_every_switch(make: Any, dtype: to
     plain, loop = on_gpu(make, "off", dtype), on_gpu(make, "fused", dtype)
     tolerance = 256 * torch.finfo(dtype).eps
     for start, choice in ((0, "fused"), (2, OFF), (4, "fused"), (6, OFF)):
-        loop.patch().choose(choice)
+        loop.patch().switch(choice)
         for each in (plain, loop):
             each.run(range(start, start + 2))
         assert_same_training(loop, plain, tolerance)
@@ -68,7 +68,7 @@ def test_counts_of_steps_are_on_the_device_and_in_a_checkpoint_on_the_host() -> 
     saved = loop.optimizer.state_dict()
     assert all(state["step"].is_cpu and state["step"] == 2 for state in saved["state"].values())
     assert all(state["step"].is_cuda for state in loop.optimizer.state.values())  # that in use is left alone
-    loop.patch().choose(OFF)
+    loop.patch().switch(OFF)
     assert all(state["step"].is_cpu for state in loop.optimizer.state.values())
 
 
@@ -115,7 +115,7 @@ def test_what_foreach_does_already_is_not_tried() -> None:
     parameter = nn.Parameter(torch.ones(2, device="cuda"))
     (refusal,) = step_together("it", RMSprop([parameter]))
     assert not isinstance(refusal, StepsTogether)
-    assert refusal.reason.endswith("torch takes foreach there by itself")
+    assert refusal.why_not.endswith("torch takes foreach there by itself")
 
 
 def test_bfloat16_is_fused_within_its_rounding_and_float16_is_not() -> None:

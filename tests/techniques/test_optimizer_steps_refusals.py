@@ -51,7 +51,7 @@ class OwnOptimizer(Optimizer):
 
 def reasons(optimizer: Optimizer, setting: Any = "auto") -> dict[str, str]:
     claims = step_together("it", optimizer, setting)
-    return {claim.site: claim.reason for claim in claims if not isinstance(claim, StepsTogether)}
+    return {claim.site: claim.why_not for claim in claims if not isinstance(claim, StepsTogether)}
 
 
 def ways(optimizer: Optimizer, setting: Any = "auto") -> list[str]:
@@ -59,7 +59,7 @@ def ways(optimizer: Optimizer, setting: Any = "auto") -> list[str]:
         way
         for claim in step_together("it", optimizer, setting)
         if isinstance(claim, StepsTogether)
-        for way in claim.impls
+        for way in claim.variants
     ]
 
 

@@ -145,10 +145,10 @@ def test_validation_between_steps_is_left_alone() -> None:
     for stage, context in (("train", nullcontext()), ("validate", torch.no_grad()), ("train", torch.no_grad())):
         with context, technique.step(stage):
             loss = F.cross_entropy(model(inputs), targets)
-        before = technique.notes.status
+        before = technique.run.status
         if loss.requires_grad:
             loss.backward()
-    assert technique.notes.status == before
+    assert technique.run.status == before
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -178,12 +178,12 @@ def test_the_memory_between_forward_and_backward_shrinks_by_what_the_report_says
 def test_the_status_gives_bytes_before_and_after_and_what_was_left_alone() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
     technique = packing(model, min_bytes=64 << 10)
-    assert technique.notes.status == "waiting for the first step"
+    assert technique.run.status == "waiting for the first step"
     x = torch.randn(256, 256)
     with technique.step("train"):
         model(x).sum()
     said = "256.0 KiB of saved tensors kept in 136.9 KiB: 1 tensor packed, 2 left alone (2 dense)"
-    assert technique.notes.status == said
+    assert technique.run.status == said
 
 
 def test_a_model_with_nothing_sparse_is_told_so() -> None:
@@ -191,11 +191,11 @@ def test_a_model_with_nothing_sparse_is_told_so() -> None:
     technique = packing(model, min_bytes=64 << 10)
     with technique.step("train"):
         model(torch.randn(256, 256)).sum()
-    assert technique.notes.status == "nothing to pack: 2 left alone (2 dense)"
+    assert technique.run.status == "nothing to pack: 2 left alone (2 dense)"
     technique = packing(model, min_bytes=1 << 30)
     with technique.step("train"):
         model(torch.randn(256, 256)).sum()
-    assert technique.notes.status == "nothing to pack: no large tensor is saved"
+    assert technique.run.status == "nothing to pack: no large tensor is saved"
 
 
 def test_an_error_in_the_step_leaves_nothing_behind() -> None:
@@ -203,13 +203,13 @@ def test_an_error_in_the_step_leaves_nothing_behind() -> None:
     technique = packing(model)
     with pytest.raises(IndexError), technique.step("train"):
         F.cross_entropy(model(cnn_batch(0)[0]), torch.full((8,), 99))
-    assert technique.notes.status == "waiting for the first step"
+    assert technique.run.status == "waiting for the first step"
     x = torch.randn(4, requires_grad=True)
     assert type(x.exp().grad_fn._saved_result) is Tensor
     with technique.step("train"):
         loss = model(cnn_batch(0)[0]).sum()
     loss.backward()
-    assert "tensors packed" in technique.notes.status
+    assert "tensors packed" in technique.run.status
 
 
 @pytest.mark.gpu

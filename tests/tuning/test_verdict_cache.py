@@ -19,7 +19,7 @@ from torch import nn
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.store import Key
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.verdict_cache import VERDICTS, program_key
 

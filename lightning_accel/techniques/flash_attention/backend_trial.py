@@ -22,7 +22,7 @@ from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.screening import fastest, screen
 from lightning_accel.experiment.tolerance import Spread
 from lightning_accel.experiment.trial import NumbersComparison, Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.row_formula import ByRows
@@ -115,16 +115,16 @@ class Rehearsal:
             wide=original if module is None else None,
             purse=self._purse,
             alike=self._spreads.get(self._num_attentions, Spread()),
-            formulas=[Variant(fused(ByRows()))],
+            formulas=[TrialSide(fused(ByRows()))],
         )
         for backend in self._backends:
             if backend.name not in self._failures:
-                failure = self._try(trial, Variant(original), Variant(fused(backend)), backend)
+                failure = self._try(trial, TrialSide(original), TrialSide(fused(backend)), backend)
                 if failure is not None:
                     self._failures[backend.name] = failure
 
     def _try(
-        self, trial: Trial, original: Variant, candidate: Variant, backend: WatchedBackend
+        self, trial: Trial, original: TrialSide, candidate: TrialSide, backend: WatchedBackend
     ) -> NumbersComparison | None:
         """Why a backend may not compute this attention; None if it may."""
         found = trial.numbers(original, candidate)

@@ -22,9 +22,10 @@ from lightning_accel.core.report import one_line
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.tolerance import Spread
+from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Judgement, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.techniques.notes import Verdict
+from lightning_accel.techniques.technique_context import Verdict
 
 _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
 
@@ -90,7 +91,16 @@ class Dispatch(Patch):
         self._method.undo()
         self.attention.close()
 
-    def choose(self, choices: Mapping[str, str]) -> None:
+    @property
+    @override
+    def variants(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("on",) if self.is_fusing else ()
+
+    @override
+    def switch(self, variant: str) -> None:
+        self.is_paused = variant == OFF
+
+    def open(self, choices: Mapping[str, str]) -> None:
         """Opens the site, with these choices."""
         if self.is_differentiated_twice:
             self.refuse("its gradients are differentiated again, which fused kernels do not support")
@@ -213,7 +223,7 @@ class Dispatch(Patch):
             self._revise(self.site, Verdict(judgement.kind, reason, choices, judgement.measured))
 
     def _watch_gradients(self, outputs: Any) -> Any:
-        """Notes, before anything is fused, whether gradients through the site are differentiated again."""
+        """TechniqueContext, before anything is fused, whether gradients through the site are differentiated again."""
 
         def note(gradient: Tensor) -> None:
             self.is_differentiated_twice |= torch.is_grad_enabled()

@@ -10,11 +10,11 @@ from torch import nn
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.patch import MethodPatch, PatchSet, applied
 from lightning_accel.core.report import one_line
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.site import Site
 
 
 def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
@@ -64,9 +64,9 @@ def _through(site: HandWrittenSite, failures: dict[str, str]) -> Callable[[Forwa
     return wrap
 
 
-def _told(site: AttentionSite | Refusal, is_run: bool) -> list[str]:
-    if isinstance(site, Refusal):
-        return [f"left alone: {site.reason}"]
+def _told(site: AttentionSite | Site, is_run: bool) -> list[str]:
+    if isinstance(site, Site):
+        return [f"left alone: {site.why_not}"]
     if not isinstance(site, HandWrittenSite):
         return [f"{site.what}: taken at its word, nothing to capture"]
     if not is_run:

@@ -19,19 +19,19 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.live_tensors import content_of
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.fused_attn import find_fused_attn
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
 from lightning_accel.techniques.flash_attention.huggingface import find_huggingface
 from lightning_accel.techniques.flash_attention.multihead_site import find_multihead
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.site import Site
 
 _PRODUCTS = frozenset(("@", "matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "__matmul__", "contract"))
 _SOFTMAXES = frozenset(("softmax", "Softmax", "safe_softmax"))
 _DEPTH = 6  # functions calling functions
 
 
-def find_sites(model: nn.Module) -> Iterator[AttentionSite | Refusal]:
+def find_sites(model: nn.Module) -> Iterator[AttentionSite | Site]:
     """The attention sites of ``model``, each once, and what looked like one and is left alone."""
     claimed: set[nn.Module] = set()
     for find in (find_multihead, find_huggingface, find_fused_attn, _find_hand_written):
@@ -42,16 +42,16 @@ def find_sites(model: nn.Module) -> Iterator[AttentionSite | Refusal]:
                 yield claim
 
 
-def _find_hand_written(model: nn.Module) -> Iterator[HandWrittenSite | Refusal]:
+def _find_hand_written(model: nn.Module) -> Iterator[HandWrittenSite | Site]:
     shared: dict[Forward, Capture] = {}
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in _candidates(model).items():
         if is_unmade:
-            yield Refusal(site, "the model has lazy parameters: run it once before, and they will be there")
+            yield Site(site, why_not="the model has lazy parameters: run it once before, and they will be there")
         elif "forward" in vars(module):
-            yield Refusal(site, "its forward is not the one of its class")
+            yield Site(site, why_not="its forward is not the one of its class")
         elif is_inside_compiled(model, site):
-            yield Refusal(site, "inside a compiled module: what the compiler sees is left to it")
+            yield Site(site, why_not="inside a compiled module: what the compiler sees is left to it")
         else:
             yield HandWrittenSite(site, module, shared)
 

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from lightning_accel.core.module_copies import silent_copy
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
+from lightning_accel.techniques.site import Site
 
 
-def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Refusal]:
+def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Site]:
     """The modules of ``model`` whose forward reads their ``fused_attn``; those that have it on as refusals.
 
     A switch that a script has frozen, or that is not a plain boolean, is none.
@@ -26,7 +26,7 @@ def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Refusal]:
     for site, module in model.named_modules():
         switch = vars(module).get("fused_attn")
         if isinstance(switch, bool) and _reads_switch(type(module)):
-            yield Refusal(site, "fused already: its fused_attn is True") if switch else FusedAttnSite(site, module)
+            yield Site(site, why_not="fused already: its fused_attn is True") if switch else FusedAttnSite(site, module)
 
 
 class FusedAttnSite(AttentionSite):

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.torch_private.modules import hooks_of
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.huggingface_attention import Request, accel_attention, all_without_mask
@@ -30,13 +29,14 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
     weights_are_collected,
 )
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.site import Site
 
 _registration = Registration(
     {OWN_MASKS: accel_attention, EAGER_MASKS: functools.partial(accel_attention, has_eager_masks=True)}
 )
 
 
-def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Refusal]:
+def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Site]:
     """The modules of ``model`` whose attention goes through transformers' interface; those fused already as refusals.
 
     Modules of transformers that compute attention by hand are none of these.
@@ -50,9 +50,11 @@ def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Refusal]:
             if not getattr(hook, "__module__", "").startswith("transformers.")
         ]
         if name not in ("eager", OWN_MASKS):
-            yield Refusal(site, f"fused already: its config says attn_implementation={name!r}")
+            yield Site(site, why_not=f"fused already: its config says attn_implementation={name!r}")
         elif hooks:
-            yield Refusal(site, "a forward hook on it may read the attention weights, which fused attention never has")
+            yield Site(
+                site, why_not="a forward hook on it may read the attention weights, which fused attention never has"
+            )
         else:
             yield HuggingFaceSite(site, module)
 

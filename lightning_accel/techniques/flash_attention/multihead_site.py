@@ -10,12 +10,12 @@ from torch.nn.modules.activation import MultiheadAttention  # a program may repl
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
+from lightning_accel.techniques.site import Site
 
 
 class MultiheadSite(AttentionSite):
@@ -46,18 +46,18 @@ class MultiheadSite(AttentionSite):
         return "its attention weights are asked for, and may be read" if self._has_weights else None
 
 
-def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Refusal]:
+def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Site]:
     """Every ``nn.MultiheadAttention`` in ``model``: a site, or why it is none."""
     for site, module in model.named_modules():
         if not isinstance(module, MultiheadAttention):
             continue
         if isinstance(module, FlashMultiheadAttention):
-            yield Refusal(site, "already fused")
+            yield Site(site, why_not="already fused")
         elif type(module).forward is not MultiheadAttention.forward:
-            yield Refusal(site, f"{type(module).__name__} computes attention in a forward pass of its own")
+            yield Site(site, why_not=f"{type(module).__name__} computes attention in a forward pass of its own")
         elif is_parametrized(module):
-            yield Refusal(site, "its weights are computed from others by a parametrization, at every call")
+            yield Site(site, why_not="its weights are computed from others by a parametrization, at every call")
         elif "forward" in vars(module):
-            yield Refusal(site, "its forward pass was replaced by another's code")
+            yield Site(site, why_not="its forward pass was replaced by another's code")
         else:
             yield MultiheadSite(site, module)

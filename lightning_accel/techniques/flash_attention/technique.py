@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.compiler.config
 from torch import nn
 from torch.fx import GraphModule
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.torch_private.compilation import compiling_ms
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
+from lightning_accel.techniques.events import Decided, Event, Settled, Switched
 from lightning_accel.techniques.flash_attention.backend_trial import WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
@@ -25,8 +25,9 @@ from lightning_accel.techniques.flash_attention.hand_written import HandWrittenS
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
-from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import Forecast, Verdict, Verdicts
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
 _FIRST_CAPTURE_S, _CAPTURE_S = 0.5, 0.1  # what Dynamo takes, in a process and for every function
@@ -45,51 +46,46 @@ _LATE = "not called on the first step, or only by a compiler, to which the origi
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
 
-    Every site is tried on its first real call, and again on the first call of every other class of shapes. Not to
-    ``verify`` is to fuse every site that is found, by the first backend there is.
+    Every site is tried on its first real call, and again on the first call of every other class of shapes. Where
+    nothing is tried, every site that is found is fused by the first backend there is.
     """
 
-    applied_before_trial = True
-    trial_steps: ClassVar[float] = 1.5
-    not_on: ClassVar[Mapping[str, str]] = {
-        "xla": "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call the"
-        " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
-    }
+    traits = Traits(
+        applied_before_trial=True,
+        trial_steps=1.5,
+        not_on={
+            "xla": "XLA compiles attention itself, and torch's fused kernels are not for it. For long sequences call"
+            " the kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
+        },
+    )
 
-    def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
-        self._plan = plan
-        self._verify = verify
-        self._model = nn.Module()
-        self._judge = Judge({}, verify, may_time=plan.backend == "auto", untimed=plan.force)
+    def __init__(self, settings: FlashAttentionPlan, context: BuildContext) -> None:
+        self._plan = plan = settings
+        context.graph_edits.append(self._edit_captured)
+        if plan.backend != "auto" and context.host.kind != "xla":
+            reason = BACKENDS[plan.backend].unavailable(context.host)
+            words = reason or "used wherever the numbers agree"
+            self.run.forecast = Forecast(reason is None, "no" if reason else "yes", words)
+        elif context.host.kind != "xla":
+            self.run.forecast = Forecast(True, ", ".join(self._names(context.host)), "")
+        self.run.live = Live() if plan.backend == "auto" else None
+        self._model = context.model
+        self._judge = Judge({}, verify=True, may_time=plan.backend == "auto", untimed=plan.force)
         self._dispatches: dict[str, Dispatch] = {}
         self._found: Verdicts = {}  # in the trial step
         self._agreed: Verdicts = {}
         self._switches = PatchSet()
-        self._settings = ExitStack()  # torch's own, as they were before
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: FlashAttentionPlan, context: BuildContext) -> Self:
-        return cls(settings, verify=context.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:
         reason = None if self._plan.backend == "auto" else BACKENDS[self._plan.backend].unavailable(host)
-        if host.kind in self.not_on or reason is None:
+        if host.kind in self.traits.not_on or reason is None:
             return super().unavailable(host)
         names = ", ".join(backend.name for backend in installed_backends(host))
         return f"backend {self._plan.backend!r}: {reason}. Here there are: {names}"
 
-    @override
-    def forecast(self, host: Host) -> Forecast | None:
-        if self._plan.backend == "auto" or host.kind == "xla":
-            return None
-        reason = BACKENDS[self._plan.backend].unavailable(host)
-        words = reason or "used wherever the numbers agree"
-        return Forecast(acts=reason is None, brief="no" if reason else "yes", words=words)
-
-    @override
-    def alternatives(self, host: Host) -> list[str]:
+    def _names(self, host: Host) -> list[str]:
+        """Of the backends between which a trial chooses."""
         if self._plan.backend != "auto":
             return [self._plan.backend]
         if host.kind == "cpu":  # where torch's own choice is the flash kernel whenever that can
@@ -97,56 +93,50 @@ class FlashAttention(Technique):
         return [backend.name for backend in installed_backends(host)]
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         _check_names(model, self._plan)
         self._model = model
-        self._judge.may_time &= self.timed
-        for name in self.alternatives(host):
+        self._judge.may_time &= self.run.timed
+        self._judge.verify = self.run.verify
+        for name in self._names(host):
             self._judge.backends[name] = WatchedBackend(BACKENDS[name], self._complain)
         for claim in find_sites(model):
             if hasattr(vars(model.get_submodule(claim.site)).get("forward"), "is_fused"):
-                yield Refusal(claim.site, "already fused")
-            elif isinstance(claim, Refusal):
+                yield Site(claim.site, why_not="already fused")
+            elif isinstance(claim, Site):
                 yield claim
             elif claim.is_named(self._plan.skip):
-                yield Refusal(claim.site, "left alone, as flash_attention.skip says")
+                yield Site(claim.site, why_not="left alone, as flash_attention.skip says")
             else:
                 dispatch = self._dispatches[claim.site] = Dispatch(claim, self._judge, self._revise)
                 yield dispatch
-        self.watches_on = bool(self._dispatches)  # for other shapes
+        self.run.watches_on = bool(self._dispatches)  # for other shapes
+        self.run.at_end.callback(self._close)
         if self._dispatches:
             limit = max(torch.compiler.config.recompile_limit, _CAPTURES)
-            self._settings.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
-
-    @property
-    @override
-    def setup_s(self) -> float:
-        sites = (dispatch.attention for dispatch in self._dispatches.values())
-        forwards = {type(site.module).forward for site in sites if isinstance(site, HandWrittenSite)}
-        return _CAPTURE_S * len(forwards) + (_FIRST_CAPTURE_S if forwards and not compiling_ms() else 0.0)
+            self.run.at_end.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+        found = (dispatch.attention for dispatch in self._dispatches.values())
+        forwards = {type(site.module).forward for site in found if isinstance(site, HandWrittenSite)}
+        self.run.setup_s = _CAPTURE_S * len(forwards) + (_FIRST_CAPTURE_S if forwards and not compiling_ms() else 0.0)
 
     def _complain(self, lack: str) -> None:
         if self._plan.backend != "auto":
-            self.notes.warn(f"flash_attention: {lack}: torch's own choice computes it")
+            self.run.warn(f"flash_attention: {lack}: torch's own choice computes it")
 
     def _revise(self, site: str, verdict: Verdict) -> None:
         if self._judge.is_trial_step:
             self._found[site] = verdict
         else:
-            self.notes.revise(site, verdict)
+            self.run.revise(site, verdict)
 
-    @override
-    def edit_captured(self, graph: GraphModule) -> None:
+    def _edit_captured(self, graph: GraphModule) -> None:
         # Only where attention is fused elsewhere too.
         if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
             fuse_attention(graph)
 
     @override
-    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._trial(patches) if self._verify else super().trial(patches)
-
     @contextmanager
-    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+    def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         self._found = {patch.site: Verdict("kept", _LATE) for patch in patches}
         self._judge.is_trial_step = True
         try:
@@ -155,13 +145,18 @@ class FlashAttention(Technique):
             self._judge.is_trial_step = False
 
     @override
-    def decided(self, verdicts: Verdicts) -> None:
-        # In force from the next step on: a backward pass that recomputes this step's forward must find what it found.
-        self._agreed = dict(verdicts)
+    def on(self, event: Event) -> None:
+        if isinstance(event, Decided):
+            # In force from the next step on: where a backward pass recomputes this step, it must find what that found.
+            self._agreed = dict(event.verdicts)
+        elif isinstance(event, Settled):
+            self._settle()
+        elif isinstance(event, Switched):
+            self._switch_models()
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
-        self._judge.purse = self.purse
+        self._judge.purse = self.run.purse
         for dispatch in self._dispatches.values():
             if dispatch.tried:
                 dispatch.adopt_tried()
@@ -169,12 +164,11 @@ class FlashAttention(Technique):
             agreed, self._agreed = self._agreed, {}
             for site, verdict in agreed.items():
                 if site in self._dispatches:
-                    self._dispatches[site].choose(verdict.choices)
+                    self._dispatches[site].open(verdict.choices)
             self._switch_models()
         return nullcontext()
 
-    @override
-    def settled(self) -> None:
+    def _settle(self) -> None:
         # Sites that are right but not faster at their first shapes are asked again for others.
         for site, dispatch in self._dispatches.items():
             verdict = self._agreed.get(site)
@@ -189,23 +183,11 @@ class FlashAttention(Technique):
         self._switches = PatchSet(model_switches(self._model, kept))
         self._switches.apply()
 
-    @override
-    def arms(self) -> Iterable[Arm]:
-        if self._plan.backend == "auto" and any(dispatch.is_fusing for dispatch in self._dispatches.values()):
-            yield Arm(self.name, ("on",), self._set_choice)
-
-    def _set_choice(self, choice: str) -> None:
-        for dispatch in self._dispatches.values():
-            dispatch.is_paused = choice == OFF
-        self._switch_models()
-
-    @override
-    def close(self) -> None:
+    def _close(self) -> None:
         self._switches.undo()
         for dispatch in reversed(self._dispatches.values()):
             dispatch.remove()
         self._dispatches = {}
-        self._settings.close()
 
 
 def _check_names(model: nn.Module, plan: FlashAttentionPlan) -> None:

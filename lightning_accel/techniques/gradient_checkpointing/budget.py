@@ -6,7 +6,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +23,11 @@ from lightning_accel.memory.offload import Offloading
 from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
-from lightning_accel.techniques.base import BuildContext, OomFallback, Refusal
+from lightning_accel.techniques.base import BuildContext
 from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
-from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.technique_context import Verdict
 
 _DOES: dict[Policy, str] = {
     "keep": "keeps its activations: they fit",
@@ -35,6 +36,21 @@ _DOES: dict[Policy, str] = {
     "offload": "activations offloaded",
     "full+offload": "forward → checkpointed (full), arguments offloaded",
 }
+
+
+def _conflicts(settings: MemoryBudgetPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
+    checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"].mode
+    if checkpointing != "off":
+        raise ValueError(
+            f"memory_budget={settings.budget!r} with gradient_checkpointing={checkpointing!r}: a budget plans what"
+            " each block does itself. Give one of the two."
+        )
+    if compiled != "off":
+        raise ValueError(
+            f"memory_budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
+            " eagerly, and changes what they do. Give compile='off', or gradient_checkpointing='selective' or"
+            " 'full' in place of the budget."
+        )
 
 
 @register(
@@ -49,22 +65,28 @@ _DOES: dict[Policy, str] = {
 class MemoryBudget(GradientCheckpointing):
     """Fits a training step into a budget: ``memory_budget="12GiB"``."""
 
-    remembers: ClassVar[bool] = False  # a plan is for a batch, a device and a precision, and found again in a few steps
-    not_on: ClassVar[Mapping[str, str]] = {
-        **GradientCheckpointing.not_on,
-        "mps": "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
-        " gradient_checkpointing='selective' or 'full'",
-    }
-    why_not_sharded: ClassVar[str] = (
-        "the planner runs single blocks, which all ranks would have to gather together; use"
-        " gradient_checkpointing='full' or 'selective'"
+    traits = replace(
+        GradientCheckpointing.traits,
+        remembers=False,  # a plan is for a batch, a device and a precision, and found again in a few steps
+        not_on={
+            **GradientCheckpointing.traits.not_on,
+            "mps": "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
+            " gradient_checkpointing='selective' or 'full'",
+        },
+        why_not_sharded="the planner runs single blocks, which all ranks would have to gather together; use"
+        " gradient_checkpointing='full' or 'selective'",
+        acts_without_sites=True,  # in a roomy budget every block stays as it is
+        conflicts=_conflicts,
+        oom_fallbacks=lambda settings, context: (),  # its plan has done what it could
     )
-    acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
     def __init__(
         self, plan: MemoryBudgetPlan, offloading: Offloading | None, device: torch.device, *, verify: bool = True
     ) -> None:
-        super().__init__("selective", plan.blocks, verify=verify)
+        super().__init__("selective", plan.blocks)
+        self._verify = verify
+        # What a block has packed away is no longer counted as held, and still must not be changed.
+        self.run.protects = {"": "with a memory budget: what its plan packs away must stay as it is"}
         self._plan = plan
         self._offloading = offloading
         self._device = device
@@ -78,34 +100,14 @@ class MemoryBudget(GradientCheckpointing):
         offloading = context.settings["activation_offloading"].on(context.device.type)
         return cls(settings, offloading, context.device, verify=context.verify)
 
-    @classmethod
-    @override
-    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
-        return ()  # its plan has done what it could
-
-    @classmethod
-    @override
-    def check(cls, settings: MemoryBudgetPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-        checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"].mode
-        if checkpointing != "off":
-            raise ValueError(
-                f"memory_budget={settings.budget!r} with gradient_checkpointing={checkpointing!r}: a budget plans what"
-                " each block does itself. Give one of the two."
-            )
-        if compiled != "off":
-            raise ValueError(
-                f"memory_budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
-                " eagerly, and changes what they do. Give compile='off', or gradient_checkpointing='selective' or"
-                " 'full' in place of the budget."
-            )
-
     @property
     def memory_schedule(self) -> MemorySchedule | None:
         """What was decided; None until then."""
         return None if self._planner is None else self._planner.state.schedule
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
+        self.run.verify = True  # what nobody verifies is measured all the same
         budget = budget_bytes(self._plan, self._device)
         fixed = FixedMemory.of(model)
         if fixed.total > budget:
@@ -115,10 +117,11 @@ class MemoryBudget(GradientCheckpointing):
                 " bytes), and the optimizer's state and activations come on top. Give a larger budget."
             )
         self._planner = Planner(model, self._find_blocks(model), budget, self._device, self._offloading)
-        return super().patches(model, host)
+        self.run.at_end.callback(self._planner.close)
+        return super().sites(model, host)
 
     @override
-    def optimizers(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch | Refusal]:
+    def optimizer_sites(self, optimizers: Mapping[str, Optimizer]) -> Iterable[Patch]:
         assert self._planner is not None
         for optimizer in optimizers.values():
             self._planner.optimizers.watch(optimizer)
@@ -127,11 +130,6 @@ class MemoryBudget(GradientCheckpointing):
     @override
     def _asked(self) -> tuple[str, Any]:
         return "budget", self._plan.budget
-
-    @override
-    def protects(self, model: nn.Module) -> Mapping[str, str]:
-        # What a block has packed away is no longer counted as held, and still must not be changed.
-        return {"": "with a memory budget: what its plan packs away must stay as it is"}
 
     @override
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
@@ -148,13 +146,9 @@ class MemoryBudget(GradientCheckpointing):
         return verdict
 
     @override
-    def trial(self, patches: Any) -> AbstractContextManager[Any]:
-        return self._trial(patches)  # what nobody verifies is measured all the same
-
-    @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
         assert self._planner is not None
-        self._planner.agree = self.agree
+        self._planner.agree = self.run.agree
         self._planner.enter(is_training=stage == "train" and torch.is_grad_enabled())
         self._tell(self._planner)
         return self._step(stage, self._planner)
@@ -164,29 +158,24 @@ class MemoryBudget(GradientCheckpointing):
         with super().step(stage), planner.around_step():
             yield
 
-    @override
-    def close(self) -> None:
-        if self._planner is not None:
-            self._planner.close()
-
     def _tell(self, planner: Planner) -> None:
         """Puts what is new into what the engine reads."""
         state, offloader = planner.state, planner.offloader
         if offloader is not None:
             for complaint in offloader.complaints:
-                self.notes.warn(complaint)
+                self.run.warn(complaint)
             offloader.complaints.clear()
         if state is self._told:
             return
         self._told = state
         if state.remark:
-            self.notes.warn(state.remark)
+            self.run.warn(state.remark)
         if state.gave_up:
             why = next((f": {reason}" for reason, _ in self._refusals.most_common(1)), "")
-            self.notes.status = f"{state.gave_up}{why}"
-            self.notes.warn(f"memory_budget: {self.notes.status}")
+            self.run.status = f"{state.gave_up}{why}"
+            self.run.warn(f"memory_budget: {self.run.status}")
         elif state.schedule is None:
-            self.notes.status = "planning: the first training steps recompute every block"
+            self.run.status = "planning: the first training steps recompute every block"
         else:
             self._report(state.schedule)
 
@@ -195,10 +184,10 @@ class MemoryBudget(GradientCheckpointing):
         peak, word = schedule.measured_peak_bytes, "measured"
         if peak is None:
             peak, word = schedule.predicted_peak_bytes, "predicted"
-        self.notes.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(schedule.budget_bytes)}: {policies}"
-        self.notes.details = schedule.table()
+        self.run.status = f"peak {format_bytes(peak)} ({word}) of {format_bytes(schedule.budget_bytes)}: {policies}"
+        self.run.details = schedule.table()
         for site, policy in schedule.policies.items():
-            self.notes.revise(site, Verdict("refused" if policy == "keep" else "kept", _DOES[policy]))
+            self.run.revise(site, Verdict("refused" if policy == "keep" else "kept", _DOES[policy]))
 
 
 def budget_bytes(plan: MemoryBudgetPlan, device: torch.device) -> int:

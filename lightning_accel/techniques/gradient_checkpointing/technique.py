@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,15 +20,17 @@ from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import ORACLE_SAMPLES, Variant
+from lightning_accel.experiment.trial_runs import ORACLE_SAMPLES, TrialSide
 from lightning_accel.memory.costs import kind_of
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.memory.saved_bytes import kept_bytes
-from lightning_accel.techniques.base import BuildContext, OomFallback, Refusal, Technique
+from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
+from lightning_accel.techniques.events import Added, Event
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
-from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -41,6 +43,22 @@ def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> Method
         return recomputed(block, original, mode, args, kwargs, has_statistics=has_statistics)
 
     return trained_patch(site, f"forward → checkpointed ({mode})", block, run)
+
+
+def _oom_fallbacks(settings: CheckpointingPlan, context: BuildContext) -> Iterator[OomFallback]:
+    model = context.model
+    if context.settings["memory_budget"].budget != "off":
+        return  # whose plan has it already
+    is_compiled = context.settings["compile"].mode != "off"
+    only_anew = "the blocks are compiled as they are" if is_compiled else ""
+    # By the formula of docs/planning.md for a decoder's block: of 64 bytes a value that it keeps in float32, 44 are
+    # left, or 4 and one block's work.
+    blocks = find_blocks(model, settings.blocks)
+    if settings.mode == "off" and (settings.blocks or units(model)):
+        yield OomFallback(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
+    if settings.mode != "full" and blocks:
+        keeps = min(1.0, 4 / 64 + 1 / len(blocks))
+        yield OomFallback(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
 
 
 @register(
@@ -59,47 +77,35 @@ class GradientCheckpointing(Technique):
     must leave nothing behind that a second run of its forward would leave twice.
     """
 
-    applied_before_trial = True
-    trial_steps: ClassVar[float] = 4.0
-    not_on: ClassVar[Mapping[str, str]] = {
-        # https://github.com/pytorch/xla/issues/3455
-        "xla": "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks in"
-        " torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
-    }
+    traits = Traits(
+        applied_before_trial=True,
+        trial_steps=4.0,
+        not_on={
+            # https://github.com/pytorch/xla/issues/3455
+            "xla": "XLA finds that a block is computed twice and computes it once: nothing would be saved. Wrap blocks"
+            " in torch_xla.utils.checkpoint.checkpoint, which keeps the two apart"
+        },
+        oom_fallbacks=_oom_fallbacks,
+    )
 
-    def __init__(self, mode: Recomputation, names: Sequence[str] = (), *, verify: bool = True) -> None:
+    def __init__(self, mode: Recomputation, names: Sequence[str] = ()) -> None:
         self._mode = mode
         self._names = names
-        self._verify = verify
         self._blocks: dict[str, nn.Module] = {}
-        self._untried: dict[str, MethodPatch] = {}
+        self._untried: list[str] = []  # sites that nothing has called yet
         self._kept: dict[Hashable, tuple[int, int]] = {}  # by kind of call
         self._is_late = False  # where there was no memory for the step itself, there is little for a trial
 
     @classmethod
     @override
     def from_settings(cls, settings: Any, context: BuildContext) -> Self:
-        return cls(settings.mode, settings.blocks, verify=context.verify)
-
-    @classmethod
-    @override
-    def oom_fallbacks(cls, context: BuildContext) -> Iterable[OomFallback]:
-        settings, model = context.settings[cls.name], context.model
-        if context.settings["memory_budget"].budget != "off":
-            return  # whose plan has it already
-        is_compiled = context.settings["compile"].mode != "off"
-        only_anew = "the blocks are compiled as they are" if is_compiled else ""
-        # By the formula of docs/planning.md for a decoder's block: of 64 bytes a value that it keeps in float32, 44 are
-        # left, or 4 and one block's work.
-        blocks = find_blocks(model, settings.blocks)
-        if settings.mode == "off" and (settings.blocks or units(model)):
-            yield OomFallback(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
-        if settings.mode != "full" and blocks:
-            keeps = min(1.0, 4 / 64 + 1 / len(blocks))
-            yield OomFallback(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
+        one = cls(settings.mode, settings.blocks)
+        why = "inside a checkpointed block, whose activations do not last anyway"
+        one.run.protects = dict.fromkeys(one._find_blocks(context.model), why)
+        return one
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         self._blocks = self._find_blocks(model)
         if not self._blocks:
             switch, value = self._asked()
@@ -109,24 +115,26 @@ class GradientCheckpointing(Technique):
             )
         for site, block in self._blocks.items():
             if isinstance(block, torch.jit.ScriptModule):
-                yield Refusal(site, "a TorchScript module: its forward cannot be rebound")
+                yield Site(site, why_not="a TorchScript module: its forward cannot be rebound")
             elif hasattr(vars(block).get("forward"), "is_checkpointed"):
-                yield Refusal(site, "already checkpointed")
+                yield Site(site, why_not="already checkpointed")
             elif any(is_lazy(parameter) for parameter in block.parameters()):
-                yield Refusal(site, "has lazy parameters: run the model once before, and they will be there")
+                yield Site(site, why_not="has lazy parameters: run the model once before, and they will be there")
             elif keeps_statistics(block) and is_inside_compiled(model, site):
                 # Only backends that plan the backward pass themselves (Inductor) know not to repeat a statistic.
-                yield Refusal(site, "compiled by you, with running statistics that some compilers would move twice")
+                yield Site(
+                    site, why_not="compiled by you, with running statistics that some compilers would move twice"
+                )
             elif host.kind == "mps" and _draws(block):
                 # https://github.com/pytorch/pytorch/issues/127676
-                yield Refusal(site, "has dropout, which torch recomputes with other random numbers on an Apple GPU")
+                yield Site(
+                    site, why_not="has dropout, which torch recomputes with other random numbers on an Apple GPU"
+                )
             else:
-                yield self._edit(site, block)
-
-    @override
-    def protects(self, model: nn.Module) -> Mapping[str, str]:
-        why = "inside a checkpointed block, whose activations do not last anyway"
-        return dict.fromkeys(self._find_blocks(model), why)
+                patch = self._edit(site, block)
+                judge = functools.partial(self._judge_and_undo, patch)
+                self.run.trials[site] = SiteTrial(block, judge, when=torch.is_grad_enabled)
+                yield patch
 
     def _asked(self) -> tuple[str, Any]:
         return "mode", self._mode
@@ -165,52 +173,41 @@ class GradientCheckpointing(Technique):
             self._kept[kind] = original, candidate
         return self._kept[kind]
 
-    @override
-    def trial(self, patches: PatchSet) -> AbstractContextManager[Verdicts]:
-        return self._trial(patches) if self._verify else super().trial(patches)
+    def _judge_and_undo(self, patch: MethodPatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
+        verdict = self._judge(patch, args, kwargs)
+        if not verdict.keep:
+            patch.undo()
+        return verdict
 
+    @override
     @contextmanager
-    def _trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        self._untried = {patch.site: patch for patch in patches if isinstance(patch, MethodPatch)}
-        with self._tried_when_called() as verdicts:
+    def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
+        with super().trial(patches) as verdicts:
             yield verdicts
-        for site in self._untried:
-            verdicts[site] = Verdict("kept", "not called on the first step: tried when it is")
+        self._untried = [patch.site for patch in patches if patch.site not in verdicts]
+        verdicts.update(dict.fromkeys(self._untried, Verdict("kept", "not called on the first step: tried when it is")))
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
         return self._late_trial() if self._untried else nullcontext()
 
     @override
-    def try_late(self, patches: PatchSet) -> None:
-        self._is_late = True
-        self._untried = {patch.site: patch for patch in patches if isinstance(patch, MethodPatch) and self._verify}
+    def on(self, event: Event) -> None:
+        if isinstance(event, Added) and event.name == self.name:
+            self._is_late = True
+            self._untried = [patch.site for patch in event.untried] if self.run.verify else []
 
     @contextmanager
     def _late_trial(self) -> Iterator[None]:
         verdicts: Verdicts = {}
         try:
-            with self._tried_when_called() as verdicts:
+            with tried_at_first_calls({site: self.run.trials[site] for site in self._untried}) as verdicts:
                 yield
         finally:  # what was found holds, though the step raises later
+            self._untried = [site for site in self._untried if site not in verdicts]
             for site, verdict in verdicts.items():
                 if not verdict.keep:
-                    self.notes.refuse(site, verdict.reason, verdict.measured, verdict.kind)
-
-    @contextmanager
-    def _tried_when_called(self) -> Iterator[Verdicts]:
-        def judge(patch: MethodPatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
-            verdict = self._judge(patch, args, kwargs)
-            if not verdict.keep:
-                patch.undo()
-            return verdict
-
-        patches = self._untried.values()
-        with tried_at_first_calls(
-            patches, lambda patch: self._blocks[patch.site], judge, when=lambda patch: torch.is_grad_enabled()
-        ) as verdicts:
-            yield verdicts
-        self._untried = {site: patch for site, patch in self._untried.items() if site not in verdicts}
+                    self.run.refuse(site, verdict.reason, verdict.measured, verdict.kind)
 
 
 def _draws(block: nn.Module) -> bool:
@@ -236,7 +233,7 @@ def try_block(
     if strange is not None:
         return Verdict("refused", f"takes a {strange}, which may not be the same when the block is recomputed")
     trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if on_few else None)
-    found = trial.numbers(Variant(original), Variant(checkpointed), in_other_orders=False)
+    found = trial.numbers(TrialSide(original), TrialSide(checkpointed), in_other_orders=False)
     if found.failure:
         return Verdict(found.kind, found.failure, measured=found.measured())
     norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}

@@ -60,7 +60,7 @@ class Counts:
     borrows: bool  # the interpreter puts a variable on the stack without counting it (Python 3.14)
 
 
-class Site:
+class Activation:
     """One activation: asks at every call, and keeps count."""
 
     def __init__(
@@ -76,6 +76,11 @@ class Site:
         self.is_paused = False
         self._counts, self._smallest, self._stepping_aside = counts, smallest, stepping_aside
         self._layouts: dict[tuple[torch.Size, tuple[int, ...]], bool] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a call has worked in place."""
+        return self.in_place > 0
 
     def rebound(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The module's forward, asking first."""

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_accel.techniques.inplace_activations.callers import ActivationCall
 from lightning_accel.techniques.inplace_activations.kinds import kind_of
-from lightning_accel.techniques.inplace_activations.ownership import Counts, Numbers, Site
+from lightning_accel.techniques.inplace_activations.ownership import Activation, Counts, Numbers
 
 _Unary = Callable[[Tensor], Any]
 # What else may hold a tensor: a later operation that saved it, a variable, a view, another tensor on its storage, that.
@@ -59,7 +59,7 @@ def _calibrate() -> Counts | str:
     return Counts(temporary, spent, borrows=extra == 0)
 
 
-class _Recorder(Site):
+class _Recorder(Activation):
     numbers: Numbers | None = None
 
     @override

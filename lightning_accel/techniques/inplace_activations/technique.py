@@ -6,20 +6,22 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import nn
 from typing_extensions import Self, override
 
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Refusal, Technique
+from lightning_accel.core.patch import Patch
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
+from lightning_accel.techniques.events import Added, Event
 from lightning_accel.techniques.inplace_activations.kinds import kind_of, unfit
-from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Site
+from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Activation
 from lightning_accel.techniques.inplace_activations.refcount_calibration import calibration
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import PausedPatch, Site
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +52,21 @@ class InplaceActivations(Technique):
     prefixes that ``skip`` gives, each with why, are left alone.
     """
 
-    applied_before_trial = True
-    trial_step: ClassVar[None] = None
-    trial_steps: ClassVar[float] = 0.2  # to calibrate, once for a process
-    remembers: ClassVar[bool] = False
-    not_on: ClassVar[Mapping[str, str]] = {
-        "xla": "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
-    }
+    traits = Traits(
+        applied_before_trial=True,
+        trial_step=None,
+        trial_steps=0.2,  # to calibrate, once for a process
+        remembers=False,
+        not_on={
+            "xla": "XLA turns what is done in place into new values and plans memory itself: there is nothing to gain"
+        },
+    )
 
     def __init__(self, *, skip: Callable[[], Mapping[str, str]] = dict, smallest: int = SMALLEST) -> None:
         self._skip = skip
         self._smallest = smallest
-        self.sites: dict[str, Site] = {}
+        self.activations: dict[str, Activation] = {}
+        self.run.live = Live(saves_memory=True)
 
     @classmethod
     @override
@@ -69,7 +74,7 @@ class InplaceActivations(Technique):
         return cls(skip=context.protected)
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         names: dict[nn.Module, set[str]] = defaultdict(set)
         for site, module in model.named_modules(remove_duplicate=False):
             names[module].add(site.rpartition(".")[2])
@@ -78,34 +83,26 @@ class InplaceActivations(Technique):
             kind = kind_of(module)
             if kind is None:
                 continue
-            counts = calibration(anew=not self.sites)
+            counts = calibration(anew=not self.activations)
             reason = _skipped(site, skip) or unfit(module, host) or (counts if isinstance(counts, str) else None)
             if reason is None and is_inside_compiled(model, site):
                 reason = "inside a compiled module: the compiler plans memory itself"
             if reason is not None:
-                yield Refusal(site, reason)
+                yield Site(site, why_not=reason)
                 continue
-            step_aside = functools.partial(self.notes.refuse, site)
-            owner = Site(kind, frozenset(names[module]), calibration, self._smallest, step_aside)
-            self.sites[site] = owner
+            step_aside = functools.partial(self.run.refuse, site)
+            owner = Activation(kind, frozenset(names[module]), calibration, self._smallest, step_aside)
+            self.activations[site] = owner
             change = "overwrites its input where nobody else can read it"
             change += f", without gradients only ({kind.not_in_training})" if kind.not_in_training else ""
-            yield MethodPatch(site, change, module, "forward", owner.rebound)
+            yield PausedPatch(site, change, module, owner)
 
     @override
-    def give_way(self, protected: Mapping[str, str]) -> None:
-        for site in self.sites:
+    def on(self, event: Event) -> None:
+        protected = event.protects if isinstance(event, Added) else {}
+        for site in self.activations:
             if (why := _skipped(site, protected)) is not None:
-                self.notes.refuse(site, why)
-
-    @override
-    def arms(self) -> Iterable[Arm]:
-        if any(site.in_place for site in self.sites.values()):
-            yield Arm(self.name, ("on",), self._set_choice, saves_memory=True)
-
-    def _set_choice(self, choice: str) -> None:
-        for site in self.sites.values():
-            site.is_paused = choice == OFF
+                self.run.refuse(site, why)
 
 
 def _skipped(site: str, skip: Mapping[str, str]) -> str | None:

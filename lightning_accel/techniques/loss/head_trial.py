@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.experiment.trial import NumbersComparison, Trial
-from lightning_accel.experiment.trial_runs import Variant
+from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.loss.chunked_loss import LossProblem, linear_cross_entropy
 
 ROWS, CLASSES, AT_ONCE = 48, 4096, 16  # three pieces; a copy of the weight in float64 is small beside the logits
@@ -43,7 +43,7 @@ def compared(problem: LossProblem, with_gradients: bool) -> NumbersComparison:
         return linear_cross_entropy(small)
 
     trial = Trial(plain, (rows, target), with_gradients=with_gradients, samples=None)
-    return trial.numbers(Variant(plain), Variant(in_pieces))
+    return trial.numbers(TrialSide(plain), TrialSide(in_pieces))
 
 
 def _targets(problem: LossProblem) -> Tensor:

@@ -48,6 +48,7 @@ class Head:
         self.site, self.module = site, module
         self.stage: str | None = None  # of the step under way
         self.num_fused = 0
+        self.is_paused = False
         self._tell = tell
         self._always, self._verify, self._smallest, self._refuse = always, verify, smallest, refuse
         self._families: list[weakref.ref[Family]] = []
@@ -56,6 +57,11 @@ class Head:
         self._reads: Counter[str] = Counter()  # by stage: steps running
         self._plain_in: set[str] = set()
         self._tried: set[Any] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a loss was computed in pieces."""
+        return self.num_fused > 0
 
     def rebound(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The layer's forward."""

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.blocks import repeated_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement, together
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import Patch
 from lightning_accel.core.vocabulary import why_unlucky
-from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import BuildContext, Forecast, Refusal, Technique
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.loss.heads import SMALLEST_BYTES, Head
-from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
+from lightning_accel.techniques.site import PausedPatch, Site
+from lightning_accel.techniques.technique_context import Forecast, Verdict
 
 FEWEST_CLASSES = 4096
 """Of a layer that is taken for a head: of fewer the logits are no large part of a step's memory."""
@@ -56,82 +57,65 @@ class Loss(Technique):
     held after a step, goes back to what it was, with the reason. Ranks need not agree: gradients are autograd's.
     """
 
-    applied_before_trial = True
-    trial_step: ClassVar[None] = None
-    remembers: ClassVar[bool] = False
-    trial_steps: ClassVar[float] = 0.5
-    not_on: ClassVar[Mapping[str, str]] = {
-        kind: f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {kind}"
-        for kind in ("xla", "mps")
-    }
-    why_not_sharded: ClassVar[str] = (
-        "a head's weight is whole only while the head is called, before its loss is computed"
+    traits = Traits(
+        applied_before_trial=True,
+        trial_step=None,
+        remembers=False,
+        trial_steps=0.5,
+        not_on={
+            kind: f"the loss in pieces is made for CPUs and for NVIDIA and AMD GPUs, and not tried on {kind}"
+            for kind in ("xla", "mps")
+        },
+        why_not_sharded="a head's weight is whole only while the head is called, before its loss is computed",
     )
 
-    def __init__(self, always: bool, verify: bool, *, smallest: int, fewest: int) -> None:
-        self._always, self._verify, self._smallest, self._fewest = always, verify, smallest, fewest
+    def __init__(self, settings: LossPlan, context: BuildContext) -> None:
+        self._always = settings.mode == "on"
         self.heads: dict[str, Head] = {}
-        self._is_paused = False
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: LossPlan, context: BuildContext) -> Self:
-        return cls(settings.mode == "on", context.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
+        self.run.live = None if self._always else Live(saves_memory=True)
+        words = f"in pieces for {FEWEST_CLASSES:,} classes or more, where nobody reads the logits"
+        self.run.forecast = Forecast(True, "tried", words)
 
     @override
-    def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:
+    def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         wide = {site: module for site, module in model.named_modules() if isinstance(module, nn.Linear)}
-        wide = {site: module for site, module in wide.items() if module.out_features >= self._fewest}
+        wide = {site: module for site, module in wide.items() if module.out_features >= FEWEST_CLASSES}
         blocks = repeated_blocks(model) if wide else ()
         # Within a block it is a layer among others, whose output the next one reads.
         heads = {site: head for site, head in wide.items() if not any(site.startswith(f"{block}.") for block in blocks)}
         advice = {site: why_unlucky(head.out_features, host) for site, head in heads.items()}
-        self.notes.details = "\n".join(f"{site} has {why}" for site, why in advice.items() if why)
+        self.run.details = "\n".join(f"{site} has {why}" for site, why in advice.items() if why)
         for site, module in heads.items():
             if (reason := _unfit(model, site, module)) is not None:
-                yield Refusal(site, reason)
+                yield Site(site, why_not=reason)
                 continue
             head = self.heads[site] = Head(
                 site,
                 module,
                 always=self._always,
-                verify=self._verify,
-                smallest=self._smallest,
+                verify=self.run.verify,
+                smallest=SMALLEST_BYTES,
                 refuse=self._refuse,
                 tell=self._tell,
             )
             change = "its cross-entropy is computed in pieces, without the logits"
-            yield MethodPatch(site, change, module, "forward", head.rebound)
+            yield PausedPatch(site, change, module, head)
 
     def _refuse(self, site: str, stage: str, why: str) -> None:
         if stage == "train":
-            self.notes.refuse(site, why)
+            self.run.refuse(site, why)
         else:
-            self.notes.revise(site, Verdict("kept", f"in pieces while training; in {stage} {why}"))
+            self.run.revise(site, Verdict("kept", f"in pieces while training; in {stage} {why}"))
 
     def _tell(self, measured: Measurement) -> None:
-        self.notes.measured = together(filter(None, [self.notes.measured, measured]))
+        self.run.measured = together(filter(None, [self.run.measured, measured]))
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        if self._is_paused or stage == "predict":  # in which nobody asks for a loss
+        if stage == "predict":  # in which nobody asks for a loss
             return nullcontext()
-        heads = [head for head in self.heads.values() if "forward" in vars(head.module)]
+        heads = [head for head in self.heads.values() if "forward" in vars(head.module) and not head.is_paused]
         return _step(heads, stage) if heads else nullcontext()
-
-    @override
-    def arms(self) -> Iterable[Arm]:
-        if not self._always and any(head.num_fused for head in self.heads.values()):
-            yield Arm(self.name, ("on",), self._set_choice, saves_memory=True)
-
-    def _set_choice(self, choice: str) -> None:
-        self._is_paused = choice == OFF
-
-    @override
-    def forecast(self, host: Host) -> Forecast:
-        if (reason := self.unavailable(host)) is not None:
-            return Forecast(False, "no", reason)
-        return Forecast(True, "tried", f"in pieces for {self._fewest:,} classes or more, where nobody reads the logits")
 
 
 @contextmanager

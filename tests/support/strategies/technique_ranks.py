@@ -67,7 +67,7 @@ def is_slow(technique: str, way: str) -> bool:
     """Left to `make test-slow`: of each technique one setting, where it acts on several ranks, is shown without."""
     name = ROWS[technique].technique
     is_first = technique == next(each for each, row in ROWS.items() if row.technique == name)
-    if way == "resumed, FSDP2" and declarations()[name].technique.why_not_sharded:
+    if way == "resumed, FSDP2" and declarations()[name].technique.traits.why_not_sharded:
         return True
     shown = ("accumulated, DDP",) if name in BESIDE_THE_MODEL else ("accumulated, DDP", "resumed, FSDP2")
     return not is_first or way not in shown

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.fused_attn import FusedAttnSite, find_fused_attn
+from lightning_accel.techniques.site import Site
 
 pytestmark = pytest.mark.numbers
 
@@ -76,9 +76,9 @@ def test_switches_that_are_off_are_found_and_those_that_are_on_refused() -> None
 
     assert isinstance(off, FusedAttnSite)
     assert (off.site, off.what) == ("0.attn", "fused_attn switch")
-    assert isinstance(on, Refusal)
+    assert isinstance(on, Site)
     assert on.site == "1.attn"
-    assert "fused already" in on.reason
+    assert "fused already" in on.why_not
     assert isinstance(inner, FusedAttnSite)
     assert inner.site == "2.inner.attn"
 

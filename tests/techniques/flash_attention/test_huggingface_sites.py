@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.huggingface import HuggingFaceSite, find_huggingface, model_switches
+from lightning_accel.techniques.site import Site
 from support.huggingface_models import BATCH, LENGTH, VOCABULARY
 from support.techniques.flash_attention.huggingface_runs import (
     BY_HAND,
@@ -83,9 +83,9 @@ def test_fused_models_are_refused(implementation: str) -> None:
 
     assert len(found) == 2
     for each in found:
-        assert isinstance(each, Refusal)
-        assert "fused already" in each.reason
-        assert implementation in each.reason
+        assert isinstance(each, Site)
+        assert "fused already" in each.why_not
+        assert implementation in each.why_not
     assert model_switches(model, {each.site for each in found}) == []
 
 
@@ -109,8 +109,8 @@ def test_a_module_that_a_hook_listens_to_is_refused_but_for_transformers_own_hoo
     model.bert.encoder.layer[0].attention.self.register_forward_hook(lambda module, args, out: None)
 
     found = list(find_huggingface(model))
-    assert [type(each) for each in found] == [Refusal, HuggingFaceSite]
-    assert "hook" in found[0].reason
+    assert [type(each) for each in found] == [Site, HuggingFaceSite]
+    assert "hook" in found[0].why_not
 
 
 def test_without_transformers_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite, find_multihead
+from lightning_accel.techniques.site import Site
 from support.techniques.flash_attention.multihead_cases import EMBED_DIM, NUM_HEADS, inputs, padding, pair
 from support.techniques.flash_attention.recorder import Recorder
 
@@ -45,7 +45,7 @@ def test_what_is_no_site_is_refused_with_a_reason() -> None:
     )
     claims = {claim.site: claim for claim in find_multihead(model)}
 
-    reasons = {site: claim.reason for site, claim in claims.items() if isinstance(claim, Refusal)}
+    reasons = {site: claim.why_not for site, claim in claims.items() if isinstance(claim, Site)}
     assert reasons == {
         "flash": "already fused",
         "own": "Own computes attention in a forward pass of its own",

@@ -94,7 +94,7 @@ def test_dropout_of_whole_channels(kind: Any) -> None:
 )
 def test_what_is_no_site(act: nn.Module) -> None:
     """Already in place, or with an ``inplace`` that its forward ignores, or without one."""
-    assert list(InplaceActivations().patches(between_linears(act), CPU)) == []
+    assert list(InplaceActivations().sites(between_linears(act), CPU)) == []
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_sites_can_be_skipped_with_a_reason() -> None:
 
 
 def test_host_is_only_asked_for_its_kind() -> None:
-    (patch,) = InplaceActivations().patches(Temporary(), Host(kind="mps", device_name="a Mac"))
+    (patch,) = InplaceActivations().sites(Temporary(), Host(kind="mps", device_name="a Mac"))
 
     assert patch.site == "act"
 

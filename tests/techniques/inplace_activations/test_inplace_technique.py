@@ -47,15 +47,15 @@ def test_a_module_that_could_work_in_place_at_none_of_its_calls_steps_aside_with
             return self.act(h) + h
 
     model, technique = Residual(), InplaceActivations(smallest=0)
-    for patch in technique.patches(model, CPU):
+    for patch in technique.sites(model, CPU):
         patch.apply()
 
     for _ in range(PATIENCE - 1):
         model(torch.randn(4, 8))
-    assert not technique.notes.is_new
+    assert not technique.run.is_new
     model(torch.randn(4, 8))
 
-    refused, _, _ = technique.notes.take()
+    refused, _, _ = technique.run.take()
     assert "which may still read it" in refused["act"].reason
 
 
@@ -136,9 +136,9 @@ def test_converting_twice_finds_nothing_new() -> None:
     model = Temporary()
 
     with converted(model):
-        (refusal,) = InplaceActivations().patches(model, CPU)
+        (refusal,) = InplaceActivations().sites(model, CPU)
 
-    assert "not the one of its class" in refusal.reason
+    assert "not the one of its class" in refusal.why_not
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -226,7 +226,7 @@ def test_modules_of_other_makes_do_no_harm(make: Any) -> None:
     with converted(model) as made:
         assert_same(run(model, x), expected)
 
-    assert "2" in made.technique.sites
+    assert "2" in made.technique.activations
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import PatchSet
-from lightning_accel.techniques.base import Refusal
 from lightning_accel.techniques.inplace_activations import InplaceActivations
 
 CPU = Host(kind="cpu", device_name="a test's CPU")
@@ -31,11 +30,11 @@ class Converted:
     @property
     def in_place(self) -> dict[str, int]:
         """Site → calls done in place, for the sites with any."""
-        return {name: site.in_place for name, site in self.technique.sites.items() if site.in_place}
+        return {name: site.in_place for name, site in self.technique.activations.items() if site.in_place}
 
     @property
     def as_it_was(self) -> dict[str, int]:
-        return {name: site.as_it_was for name, site in self.technique.sites.items() if site.as_it_was}
+        return {name: site.as_it_was for name, site in self.technique.activations.items() if site.as_it_was}
 
 
 def convert(
@@ -43,10 +42,10 @@ def convert(
 ) -> Converted:
     """Puts the technique to work, on tensors of all sizes."""
     technique = InplaceActivations(skip=lambda: skip or {}, smallest=smallest)
-    found = list(technique.patches(model, host))
-    patches = PatchSet(item for item in found if not isinstance(item, Refusal))
+    found = list(technique.sites(model, host))
+    patches = PatchSet(item for item in found if not item.why_not)
     patches.apply()
-    return Converted(technique, patches, {item.site: item.reason for item in found if isinstance(item, Refusal)})
+    return Converted(technique, patches, {item.site: item.why_not for item in found if item.why_not})
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,17 +14,14 @@ from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.form import Edit
 from lightning_accel.techniques.flash_attention.huggingface_interface import eager_function, is_causal_by_itself
-from lightning_accel.techniques.flash_attention.masks import MaskMemory
+from lightning_accel.techniques.flash_attention.masks import CAUSAL, attend_edited
 
 all_without_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that call themselves causal and yet, eagerly, were seen to attend to all keys when given no mask."""
 
-_HIDDEN = -1e4
-"""Whatever is lower in a mask hides its key, be it -inf, the lowest number of a dtype or one that looked big enough."""
-
 _UNSUPPORTED = ("softcap", "sinks", "s_aux", "head_mask", "cache", "indices", "block_indices")
-_memory = MaskMemory()
 
 
 @dataclass(eq=False)
@@ -78,8 +75,8 @@ def accel_attention(
             all_without_mask.add(module)
         is_causal = is_causal and has_own_causality
         mask = mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask  # which is added up
-    bias = options.pop("position_bias", None)
-    tensors = (query, key, value, mask, bias)
+    tensors = (query, key, value, mask, options.pop("position_bias", None))
+    hides_later_keys = is_causal or (has_own_causality and query.shape[2] == key.shape[2] > 1)
 
     def eagerly(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
         given = options if bias is None else {**options, "position_bias": bias}
@@ -87,21 +84,22 @@ def accel_attention(
         return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given)
 
     def fused(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
-        rows = None if mask is None or not _may_read(mask) else _rows_without_keys(mask)
+        if is_causal and key.shape[2] > query.shape[2]:
+            # A cache of fixed size that is not full yet: see transformers' integrations/sdpa_attention.py.
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        query, key, value = _matched(query, key, value)
+        lowest = torch.finfo(query.dtype).min
+        edits = [Edit("multiply", query.shape[-1] ** -0.5 if scaling is None else scaling)]
+        if hides_later_keys:
+            edits.append(Edit("band", CAUSAL, lowest))
+        if bias is not None:
+            edits.append(Edit("add", bias[..., : key.shape[2]]))
+        if mask is not None:
+            edits.append(Edit("keep" if mask.dtype == torch.bool else "add", mask, lowest, is_added=True))
         dropout_p = dropout if module.training else 0.0
-        if rows is not None and (dropout_p or len(rows) == mask.shape[2]):  # in two parts, dropout draws otherwise
-            return eagerly(module, query, key, value, mask, bias)
-        call = AttentionCall(query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scaling)
-        out = attend(_prepared(call, mask, bias, rows), backend).transpose(1, 2)
-        if rows is not None and has_own_causality:  # by the place of a query among all
-            by_hand, _ = eagerly(module, query, key, value, mask, bias)
-            out = out.index_copy(1, rows, by_hand[:, rows].to(out.dtype))
-        elif rows is not None:
-            if bias is not None and bias.shape[2] > 1:
-                bias = bias[:, :, rows]
-            by_hand, _ = eagerly(module, query[:, :, rows], key, value, mask[:, :, rows], bias)
-            out = out.index_copy(1, rows, by_hand.to(out.dtype))
-        return out.contiguous(), None
+        call = AttentionCall(query=query, key=key, value=value, dropout_p=dropout_p, scale=edits[0].by)
+        out = attend_edited(call, edits, lambda call: attend(call, backend), may_wait=True)
+        return out.transpose(1, 2).contiguous(), None
 
     request: Request | None = vars(module).get(Request.NAME)
     if request is not None:
@@ -127,54 +125,6 @@ def _unsupported(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any])
     if query.dim() != 4 or query.shape[1] % key.shape[1] or (mask is not None and mask.dim() != 4):
         return f"its attention is of another form: queries of {tuple(query.shape)}, keys of {tuple(key.shape)}"
     return None
-
-
-def _rows_without_keys(mask: Tensor) -> Tensor | None:
-    """The queries that, in some sample, see no key, as indices; None if there are none.
-
-    Their eager weights are all the same, for a score plus the lowest number is the lowest number. Kernels that keep
-    the logarithm of a row's sum cannot tell that sum from one, and return gradients many times too large; so such
-    queries are computed by hand. To read the mask is to wait for the device: once for all layers that share it.
-    """
-
-    def find() -> Tensor | None:
-        rows = (~_takes_part(mask.detach()).any(dim=-1)).any(dim=1).any(dim=0).nonzero()[:, 0]
-        return rows if len(rows) else None
-
-    return _memory.recall((mask,), find)  # type: ignore[no-any-return]
-
-
-def _takes_part(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > _HIDDEN
-
-
-def _may_read(mask: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
-
-
-def _prepared(call: AttentionCall, mask: Tensor | None, bias: Tensor | None, rows: Tensor | None) -> AttentionCall:
-    """The call in the form that every backend takes."""
-    query, key, value, is_causal = call.query, call.key, call.value, call.is_causal
-    if is_causal and key.shape[2] > query.shape[2]:
-        # A cache of fixed size that is not full yet: see transformers' integrations/sdpa_attention.py.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    query, key, value = _matched(query, key, value)
-    if mask is not None and rows is not None:  # the result for these is not used; it must be finite, no more
-        mask = mask.index_fill(2, rows, mask.dtype == torch.bool)
-    elif mask is not None and not _may_read(mask):
-        # Nothing can depend on what is in the mask. Without a query all weights are the same; the gradients of their
-        # scores, which eager attention has by accident, are left out.
-        blind = ~_takes_part(mask).any(dim=-1, keepdim=True)
-        query, mask = query.masked_fill(blind, 0.0), mask.masked_fill(blind, mask.dtype == torch.bool)
-    if bias is not None:
-        mask = _as_eager_mask(mask, query, key, is_causal)
-        bias = bias[..., : key.shape[2]]
-        mask = bias if mask is None else bias + mask
-        is_causal = False
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-        # The lowest number of a wider type would become -inf.
-        mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
-    return replace(call, query=query, key=key, value=value, mask=mask, is_causal=is_causal)
 
 
 def _matched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -54,7 +54,7 @@ def _through(site: HandWrittenSite, failures: dict[str, str]) -> Callable[[Forwa
     def wrap(original: Forward) -> Forward:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             try:
-                return site.fused(BACKENDS["sdpa"], original, args, kwargs)
+                return site.run(BACKENDS["sdpa"], original, args, kwargs)
             except Exception as error:
                 failures[site.site] = one_line(error)
                 return original(module, *args, **kwargs)  # raises what is the user's own

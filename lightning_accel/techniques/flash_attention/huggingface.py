@@ -69,14 +69,8 @@ class HuggingFaceSite(AttentionSite):
         self._missed: str | None = None
 
     @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.fused(rehearsal, original, args, kwargs)
-
-    @override
-    def fused(
-        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        request, config = Request(backend), cast(Any, self.module.config)
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        request, config = Request(by), cast(Any, self.module.config)
         name = implementation(config)
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:

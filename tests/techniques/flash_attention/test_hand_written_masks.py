@@ -218,3 +218,19 @@ def test_weights_that_are_set_to_zero_where_their_scores_are_hidden_leave_zeros_
     x[1] = 0
     assert_same(module, HandWrittenSite("attention", module), x, backend=recorder)
     assert recorder.calls
+
+
+def test_a_mask_that_was_one_of_two_joined_is_still_the_one_it_was() -> None:
+    class Joins(Attention):
+        def forward(self, x: Tensor, causal: Tensor, other: Tensor) -> Tensor:
+            both = causal & other
+            q, k, v = self.qkv(x)
+            joined = (q @ k.mT).masked_fill(~both, -1e9).softmax(-1) @ v
+            return self.merge(joined + (q @ k.mT).masked_fill(~causal, -1e9).softmax(-1) @ v)
+
+    module, x = make(Joins), batch(2, 16)
+    masks = torch.ones(16, 16, dtype=torch.bool).tril(), torch.eye(16, dtype=torch.bool)
+    site = HandWrittenSite("attention", module)
+    expected = results(module, lambda x: module(x, *masks), x)
+    actual = results(module, lambda x: site.run(SDPA, Joins.forward, (x, *masks), {}), x)
+    assert relative_error(actual, expected) < ROUNDING

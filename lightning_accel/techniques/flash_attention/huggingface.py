@@ -21,6 +21,7 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
     Request,
     all_without_mask,
     eager_function,
+    has_implementation,
     hold,
     implementation,
     implementation_attribute,
@@ -121,7 +122,7 @@ def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
     found = list(_interface_modules(model)) if may_switch() else []
     as_it_is = {id(config) for site, module, config in found if site not in kept_sites or module in all_without_mask}
     switched = {id(config) for _, _, config in found} - as_it_is
-    switches = {}
+    switches: dict[int, Patch] = {}
     for site, module in model.named_modules() if switched else ():
         config: Any = getattr(module, "config", None)
         is_model = isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel)
@@ -136,5 +137,5 @@ def _interface_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]
         return
     for site, module in model.named_modules():
         config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation") and eager_function(type(module)) is not None:
+        if has_implementation(config) and eager_function(type(module)) is not None:
             yield site, module, config

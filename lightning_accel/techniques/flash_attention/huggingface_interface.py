@@ -84,6 +84,11 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
+def has_implementation(config: Any) -> bool:
+    """Whether a config says which attention is used."""
+    return hasattr(config, "_attn_implementation")
+
+
 def implementation(config: Any) -> str:
     """Which attention a config says: ``"eager"``, ``"sdpa"``, one of our names."""
     return config._attn_implementation or "eager"  # None where no model was made from it: eager attention then

@@ -8,6 +8,7 @@ number everywhere leaves all keys the same weight, or what scores that number st
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -130,7 +131,7 @@ def attend_edited(
         left, right = (max(call.query.shape[2], call.key.shape[2]) if side is None else side for side in masks[0].by)
         return attend(replace(call, window=(left, right)))
     edits = [replace(edit, kind="keep", by=call.band(*edit.by)) if edit.kind == "band" else edit for edit in edits]
-    mask: Tensor = _merged(call, edits)
+    mask = _merged(call, edits)
     if mask.dtype == torch.bool and len(masks) == 1 and not masks[0].has_empty_rows:
         return attend(replace(call, mask=mask))
     may_read = can_look_into(mask)
@@ -159,16 +160,16 @@ def scale_of(edits: Sequence[Edit]) -> float:
     return math.prod([edit.by for edit in edits if edit.kind == "multiply"], start=1.0)
 
 
-def _merged(call: AttentionCall, edits: Sequence[Edit]) -> Any:
+def _merged(call: AttentionCall, edits: Sequence[Edit]) -> Tensor:
     """The mask that the edits come to: boolean, or in the precision that scores have what becomes of scores of zero."""
     if all(edit.kind != "add" for edit in edits):
         return functools.reduce(torch.logical_and, (edit.by for edit in edits if edit.kind == "keep"))
-    masks = [edit for edit in edits if edit.kind in ("add", "keep", "cast")]
-    dtypes = [edit.by.dtype for edit in masks if edit.kind == "add"]
+    dtypes = (edit.by.dtype for edit in edits if edit.kind == "add")
     dtype = functools.reduce(torch.promote_types, dtypes, call.query.dtype)
-    if len(masks) == 1 and masks[0] is edits[-1] and dtype == dtypes[0]:
-        return masks[0].by
-    return _edited(torch.zeros((), dtype=dtype, device=call.query.device), edits)
+    first, *rest = itertools.dropwhile(lambda edit: edit.kind == "multiply", edits)
+    if first.kind == "add":
+        return _edited(first.by.to(dtype), rest)
+    return _edited(torch.zeros((), dtype=dtype, device=call.query.device), [first, *rest])
 
 
 def _hidden_rows(mask: Tensor) -> Tensor:

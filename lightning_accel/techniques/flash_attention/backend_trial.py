@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,33 +62,23 @@ class WatchedBackend(Backend):
         return sdpa(call)
 
 
+@dataclass(eq=False)
 class Rehearsal:
     """One call of a site, at whose attentions backends are tried beside the original, which computes the call.
 
     By the clock the fastest is taken, the original among them; otherwise the first, by preference, that agrees.
-
-    Args:
-        backends: What is tried.
-        by_clock: Whether the clock decides.
-        purse: What pays.
-        spreads: What its attentions, by their place in the call, may be off by, as far as sites that are alike have
-            measured it; what this call measures is added.
     """
 
-    def __init__(
-        self,
-        backends: Sequence[WatchedBackend],
-        *,
-        by_clock: bool,
-        purse: Purse | None = None,
-        spreads: dict[int, Spread] | None = None,
-    ) -> None:
-        self._backends = backends
-        self._by_clock = by_clock
-        self._purse = purse
-        self._spreads = {} if spreads is None else spreads
+    backends: Sequence[WatchedBackend]
+    _: KW_ONLY
+    by_clock: bool
+    purse: Purse | None = None  # what pays
+    # What its attentions, by their place in the call, may be off by, as far as sites that are alike have measured it;
+    # what this call measures is added.
+    spreads: dict[int, Spread] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._failures: dict[str, NumbersComparison] = {}
-        self._ms: dict[str, tuple[float, float]] = {}  # of the original, and of the backend
         self._measured: dict[str, list[Measurement]] = defaultdict(list)
         self._num_attentions = 0
 
@@ -113,39 +103,32 @@ class Rehearsal:
             judged=judged,
             keeps_strides=keeps_strides,
             wide=original if module is None else None,
-            purse=self._purse,
-            alike=self._spreads.get(self._num_attentions, Spread()),
+            purse=self.purse,
+            alike=self.spreads.get(self._num_attentions, Spread()),
             formulas=[TrialSide(fused(ByRows()))],
         )
-        for backend in self._backends:
+        for backend in self.backends:
             if backend.name not in self._failures:
-                failure = self._try(trial, TrialSide(original), TrialSide(fused(backend)), backend)
-                if failure is not None:
-                    self._failures[backend.name] = failure
+                found = self._tried(trial, TrialSide(original), TrialSide(fused(backend)), backend)
+                if found.failure:
+                    self._failures[backend.name] = found
 
-    def _try(
+    def _tried(
         self, trial: Trial, original: TrialSide, candidate: TrialSide, backend: WatchedBackend
-    ) -> NumbersComparison | None:
-        """Why a backend may not compute this attention; None if it may."""
+    ) -> NumbersComparison:
+        """Whether a backend may compute this attention, and what it takes."""
         found = trial.numbers(original, candidate)
         if found.spread is not None and found.spread.num_orders:
-            trial.alike = self._spreads[self._num_attentions] = found.spread
+            trial.alike = self.spreads[self._num_attentions] = found.spread
         self._measured[backend.name].append(found.measured())
         if found.failure:
             return found
-        if backend.lacking and len(self._backends) > 1:
+        if backend.lacking and len(self.backends) > 1:
             return NumbersComparison(failure=backend.lacking[-1])
-        if not self._by_clock:
-            return None
-        found = trial.time(original, candidate)
-        if found.failure:
-            return found
-        assert found.original_ms is not None
-        assert found.candidate_ms is not None
-        before, after = self._ms.get(backend.name, (0.0, 0.0))
-        self._ms[backend.name] = before + found.original_ms, after + found.candidate_ms
-        self._measured[backend.name].append(found.measured())
-        return None
+        if self.by_clock:
+            found = trial.time(original, candidate)
+            self._measured[backend.name].append(found.measured())
+        return found
 
     def judgement(self, nothing_found: str | None) -> Judgement:
         """What came out; ``nothing_found`` is what the site says of a call in which there was nothing to fuse."""
@@ -153,22 +136,23 @@ class Rehearsal:
             return Judgement(ORIGINAL, nothing_found)
         if not self._num_attentions:
             return Judgement(ORIGINAL, "its forward ran no attention that can be fused")
-        agreeing = [backend.name for backend in self._backends if backend.name not in self._failures]
+        agreeing = [backend.name for backend in self.backends if backend.name not in self._failures]
         if not agreeing:
-            is_one = len(self._backends) == 1
+            is_one = len(self.backends) == 1
             reasons = [one.failure if is_one else f"{name}: {one.failure}" for name, one in self._failures.items()]
             # One backend that was not tried to the end, or failed, leaves it open whether all of them are wrong.
             kind = max((one.kind for one in self._failures.values()), key=("refused", "failed", "too_dear").index)
             return Judgement(ORIGINAL, "; ".join(reasons), kind, is_wrong=True, measured=self._figures(*self._failures))
-        if not self._by_clock:
+        if not self.by_clock:
             return Judgement(agreeing[0], f"by {agreeing[0]}", "kept", measured=self._figures(agreeing[0]))
-        best = fastest({name: [self._ms[name][1] / self._ms[name][0]] for name in agreeing})
-        before, after = self._ms[best]
+        figures: dict[str, Any] = {name: self._figures(name) for name in agreeing}
+        best = fastest({name: [one.candidate_ms / one.original_ms] for name, one in figures.items()})
+        before, after = figures[best].original_ms, figures[best].candidate_ms
         measured = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
         # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
         if screen(before, after) == "slower":
-            return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=self._figures(best))
-        return Judgement(best, f"by {best}, {measured}", "kept", measured=self._figures(best))
+            return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=figures[best])
+        return Judgement(best, f"by {best}, {measured}", "kept", measured=figures[best])
 
     def _figures(self, *backends: str) -> Measurement:
         return together(one for name in backends for one in self._measured[name])

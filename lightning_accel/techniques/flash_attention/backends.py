@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -45,21 +46,21 @@ class Needs:
 
     def missing(self, name: str, host: Host) -> str | None:
         """What ``host`` lacks for the backend ``name``, with the mend; None: nothing."""
-        if name in TORCH_KERNELS and host.kind == "cpu":
+        is_torchs, device, found = name in TORCH_KERNELS, host.device_name, host.capability
+        if is_torchs and host.kind == "cpu":
             return None if name == "flash" else f"torch has no {name} attention kernel for the CPU: use 'sdpa'"
         if self.is_nvidias and host.kind == "rocm":
-            return f"it is for NVIDIA's GPUs, and {host.device_name} is AMD's: use 'sdpa'"
+            return f"it is for NVIDIA's GPUs, and {device} is AMD's: use 'sdpa'"
         if host.kind not in ("cuda", "rocm"):
             return f"runs on NVIDIA and AMD GPUs, not on {host.kind}: use 'sdpa'"
-        is_built = host.kind != "rocm" or not host.arch or host.arch.startswith(_AOTRITON)
-        if name in TORCH_KERNELS and not is_built:
+        if is_torchs and host.kind == "rocm" and host.arch and not host.arch.startswith(_AOTRITON):
             return f"torch has no {name} attention kernel for AMD's {host.arch}: use 'sdpa'"
-        if host.capability is not None and host.capability < self.capability:
-            have, want = (f"{major}.{minor}" for major, minor in (host.capability, self.capability))
-            return f"{host.device_name} is too old for it: compute capability {have}, {want} is needed; use 'sdpa'"
-        if self.majors and host.capability is not None and host.capability[0] not in self.majors:
+        if found is not None and found < self.capability:
+            have, want = (f"{major}.{minor}" for major, minor in (found, self.capability))
+            return f"{device} is too old for it: compute capability {have}, {want} is needed; use 'sdpa'"
+        if found is not None and self.majors and found[0] not in self.majors:
             built = " and ".join(f"{major}.x" for major in self.majors)
-            return f"is built for compute capability {built}, {host.device_name} has {host.capability[0]}.x: use 'sdpa'"
+            return f"is built for compute capability {built}, {device} has {found[0]}.x: use 'sdpa'"
         if self.package and name not in host.kernels:
             return f"needs the package {self.package}"
         if self.compiler and host.compiler is None:
@@ -108,12 +109,17 @@ class SdpaKernel(Backend):
     def lacks(self, call: AttentionCall) -> str | None:
         call = call.with_dense_mask()
         q, k, v, mask = call.query, call.key, call.value, call.mask
-        if q.device.type == "cpu":
-            return _cpu_flash_lacks(call)
-        if self._takes(cuda.SDPAParams(q, k, v, mask, call.dropout_p, call.is_causal, False), False):
-            return None
-        masked = "no mask" if mask is None else f"a mask of {tuple(mask.shape)}"
-        return f"the {self.name} kernel takes no {_kind(q)} with {masked} on this device"
+        if q.device.type != "cpu":
+            is_taken = self._takes(cuda.SDPAParams(q, k, v, mask, call.dropout_p, call.is_causal, False), False)
+            masked = "no mask" if mask is None else f"a mask of {tuple(mask.shape)}"
+            return None if is_taken else f"the {self.name} kernel takes no {_kind(q)} with {masked} on this device"
+        # What torch's CPU kernel asks for, in sdp_utils_cpp.h.
+        if call.dropout_p:
+            return "the CPU's flash kernel has no dropout"
+        if v.shape[-1] != q.shape[-1]:
+            return "the CPU's flash kernel takes values as wide as the queries"
+        has_bias = mask is not None and mask.requires_grad
+        return "the CPU's flash kernel has no gradient for a bias" if has_bias else None
 
     @override
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -222,11 +228,11 @@ class Flex(Backend):
                 # A dimension of size one is one and the same for all.
                 indices = (index if size > 1 else index * 0 for index, size in zip((b, h, i, j), sizes, strict=True))
                 at = mask[tuple(indices)]
-                value = torch.where(at, value, -float("inf")) if mask.dtype == torch.bool else value + at
+                value = torch.where(at, value, -math.inf) if mask.dtype == torch.bool else value + at
             if is_causal:
-                value = torch.where(i >= j, value, -float("inf"))
+                value = torch.where(i >= j, value, -math.inf)
             if window is not None:
-                value = torch.where((i - j <= window[0]) & (j - i <= window[1]), value, -float("inf"))
+                value = torch.where((i - j <= window[0]) & (j - i <= window[1]), value, -math.inf)
             return value
 
         score_mod = None if mask is None and not is_causal and window is None else score
@@ -269,17 +275,6 @@ def attend(call: AttentionCall, backend: Backend) -> Tensor:
 
 def _kind(query: Tensor) -> str:
     return f"{str(query.dtype).removeprefix('torch.')} heads of {query.shape[-1]}"
-
-
-def _cpu_flash_lacks(call: AttentionCall) -> str | None:
-    # What torch's CPU kernel asks for, in sdp_utils_cpp.h.
-    if call.dropout_p:
-        return "the CPU's flash kernel has no dropout"
-    if call.value.shape[-1] != call.query.shape[-1]:
-        return "the CPU's flash kernel takes values as wide as the queries"
-    if call.mask is not None and call.mask.requires_grad:
-        return "the CPU's flash kernel has no gradient for a bias"
-    return None
 
 
 def _activate(implementation: str | None) -> None:

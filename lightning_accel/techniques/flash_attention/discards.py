@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
@@ -37,12 +37,10 @@ def caller_discards_weights() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    frame = sys._getframe(1)
-    while frame.f_code in _PASSED_ON or frame.f_globals.get("__name__", "").partition(".")[0] == _OWN_PACKAGE:
-        if frame.f_back is None:
-            return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame and (frame.f_code in _PASSED_ON or frame.f_globals.get("__name__", "").split(".")[0] == _OWN_PACKAGE):
         frame = frame.f_back
-    return _discards(frame)
+    return frame is not None and _discards(frame)
 
 
 def discards_second_item(code: CodeType, offset: int) -> bool:
@@ -51,15 +49,14 @@ def discards_second_item(code: CodeType, offset: int) -> bool:
     if at < 0 or not found[at].opname.startswith("CALL") or at + 2 >= len(found):
         return False
     first, second = found[at + 1 : at + 3]
-    if first.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+    if first.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):  # [0]
         is_index = second.opname == "BINARY_SUBSCR" or (second.opname == "BINARY_OP" and second.argrepr == "[]")
         return is_index and type(first.argval) is int and first.argval == 0
     if first.opname != "UNPACK_SEQUENCE" or first.arg != 2:
         return False
     name = _second_target(found[at + 2 : at + 4])
-    if name is None or name in code.co_cellvars or not _READS_ALL_LOCALS.isdisjoint(code.co_names):
-        return False
-    return not any(name in _loaded(instruction) for instruction in found)
+    is_hidden = name is None or name in code.co_cellvars or not _READS_ALL_LOCALS.isdisjoint(code.co_names)
+    return not is_hidden and not any(name in _loaded(instruction) for instruction in found)
 
 
 _discards = remembered(discards_second_item)

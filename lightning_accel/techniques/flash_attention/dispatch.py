@@ -24,6 +24,7 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.tolerance import Spread
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Judgement, Rehearsal, WatchedBackend
+from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.technique_context import Verdict
 
@@ -143,7 +144,7 @@ class Dispatch(Patch):
         backend = self._judge.backends.get(choice or ORIGINAL) if self.is_open else None
         if backend is None:  # the original was chosen, or, on another machine, what this one lacks
             return original(self.attention.module, *args, **kwargs)
-        outputs, failure = self._attempt(self.attention.fused, backend, original, args, kwargs)
+        outputs, failure = self._attempt(backend, original, args, kwargs)
         if failure:
             self.refuse(f"failed in mid-run: {failure}", "failed")
         elif reason := self.attention.given_up():
@@ -151,11 +152,11 @@ class Dispatch(Patch):
         return outputs
 
     def _attempt(
-        self, compute: Callable[..., Any], by: Any, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, str]:
         """What a call returns, and why the original had to compute it; empty: it had not."""
         try:
-            return compute(by, original, args, kwargs), ""
+            return self.attention.run(by, original, args, kwargs), ""
         except Exception as error:
             if type(error).__module__ == "torch.utils.checkpoint":  # which ends a recomputation by it
                 raise
@@ -190,7 +191,7 @@ class Dispatch(Patch):
         rehearsal = Rehearsal(
             backends, by_clock=by_clock and timed is None, purse=judge.purse, spreads=judge.spreads[alike]
         )
-        outputs, failure = self._attempt(site.rehearsed, rehearsal, original, args, kwargs)
+        outputs, failure = self._attempt(rehearsal, original, args, kwargs)
         if failure:
             return Judgement(ORIGINAL, f"failed in its trial: {failure}", "failed", is_wrong=True), outputs
         found = rehearsal.judgement(site.nothing_found())

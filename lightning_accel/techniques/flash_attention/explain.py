@@ -32,20 +32,17 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
     Returns:
         A text to print: a paragraph a site.
     """
-    sites = list(find_sites(module))
+    sites, is_run = list(find_sites(module)), bool(inputs or kwargs)
     failures: dict[str, str] = {}
-    if inputs or kwargs:
-        patches = PatchSet(
-            MethodPatch(site.site, "captured", site.module, "forward", _through(site, failures))
-            for site in sites
-            if isinstance(site, HandWrittenSite)
-        )
-        with isolated(module), applied(patches):
+    if is_run:
+        captured = [site for site in sites if isinstance(site, HandWrittenSite)]
+        patches = (MethodPatch(s.site, "captured", s.module, "forward", _through(s, failures)) for s in captured)
+        with isolated(module), applied(PatchSet(patches)):
             module(*inputs, **kwargs)
     lines = []
     for site in sites:
         lines.append(f"{site.site or 'the module itself'} ({type(module.get_submodule(site.site)).__name__})")
-        told = [f"failed: {failures[site.site]}"] if site.site in failures else _told(site, bool(inputs or kwargs))
+        told = [f"failed: {failures[site.site]}"] if site.site in failures else _told(site, is_run)
         lines += [f"  {line}" for line in told]
     return "\n".join(lines) or "no attention: no module's code names both a softmax and a matrix product"
 
@@ -54,7 +51,7 @@ def _through(site: HandWrittenSite, failures: dict[str, str]) -> Callable[[Forwa
     def wrap(original: Forward) -> Forward:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             try:
-                return site.fused(BACKENDS["sdpa"], original, args, kwargs)
+                return site.run(BACKENDS["sdpa"], original, args, kwargs)
             except Exception as error:
                 failures[site.site] = one_line(error)
                 return original(module, *args, **kwargs)  # raises what is the user's own

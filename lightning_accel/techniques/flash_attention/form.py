@@ -23,6 +23,7 @@ class Edit:
     kind: Literal["multiply", "divide", "add", "keep", "hide", "band", "cast"]
     by: Any
     fill: float = -math.inf  # what hidden keys are given, or a number that comes to the same
+    is_added: bool = False  # to their scores, instead of in their place
     factor: float = 1.0  # what an added tensor is multiplied by before
     has_empty_rows: bool = True  # whether a query may be left without a key
     level: int = 0  # in a graph, which of the batch shapes of the form the tensor broadcasts to

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
-from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.site import Site
 
 
@@ -35,22 +35,19 @@ class FusedAttnSite(AttentionSite):
     what = "fused_attn switch"
 
     @override
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: Any = self.module
+        if isinstance(by, Rehearsal):
+            # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
+            FusedAttnSite(self.site, silent_copy(module)).rehearse_whole(by, original, args, kwargs)
+            return original(module, *args, **kwargs)
         before = module.fused_attn
         try:
             module.fused_attn = True
-            with _preferring(backend):
+            with _preferring(by):
                 return original(module, *args, **kwargs)
         finally:
             module.fused_attn = before
-
-    @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
-        twin = FusedAttnSite(self.site, silent_copy(self.module))
-        rehearse_whole(twin, rehearsal, original, args, kwargs)
-        return original(self.module, *args, **kwargs)
 
 
 def _preferring(backend: Backend) -> AbstractContextManager[Any]:

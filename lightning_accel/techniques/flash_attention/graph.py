@@ -19,28 +19,24 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 Labels = tuple[Hashable, ...]
 
 _SPELLINGS = {
-    "matmul": "bmm mm __matmul__ imatmul linalg_matmul",
+    "matmul": "bmm mm imatmul linalg_matmul",
     "baddbmm": "addmm",
-    "div": "truediv itruediv true_divide divide __truediv__",
-    "mul": "imul multiply __mul__ __rmul__",
-    "add": "iadd __add__ __radd__",
-    "sub": "isub subtract __sub__",
+    "div": "truediv itruediv true_divide divide",
+    "mul": "imul multiply rmul",
+    "add": "iadd radd",
+    "sub": "isub subtract",
     "view": "reshape",
     "transpose": "swapaxes swapdims",
     "T": "numpy_T",  # x.T as Dynamo notes it since torch 2.15, like x.mT under its name; before, as a getattr
     "mH": "matrix_H",
     "to": "float half bfloat16 double type_as type",
     "same": "clone contiguous",
-    "softmax": "special_softmax",
-    "log_softmax": "special_log_softmax",
-    "logsumexp": "special_logsumexp",
 }
 _NAMES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _VIEWS = "getitem getattr unsqueeze squeeze view expand expand_as transpose permute T mT mH detach narrow select to"
 VIEWS = frozenset(_VIEWS.split())
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
-) - {operator.index, operator.inv, operator.invert}
+_IN_PLACE = frozenset(name for name in dir(operator) if name[0] == "i" and f"__{name}__" in dir(operator))
+_IN_PLACE -= {"index", "inv", "invert"}
 # Operations that give a tensor of one number: which of their arguments it is.
 _FILLED = {
     **dict.fromkeys(("full", "full_like"), (1, "fill_value")),
@@ -56,21 +52,22 @@ def op_name(node: Node) -> str:
     module = getattr(node.target, "__module__", None) or "torch"
     if node.op == "call_function" and node.target is not getattr and module.partition(".")[0] not in _OF_TORCH:
         return ""
-    name = _plain_name(node)
-    name = name[:-1] if is_in_place(node) and name.endswith("_") else name
+    name = _plain_name(node).removesuffix("_").removeprefix("special_")
     return _NAMES.get(name, name)
 
 
 def _plain_name(node: Node) -> str:
+    name = str(node.target) if node.op == "call_method" else ""
     if node.op == "call_function":
-        return getattr(node.target, "__name__", "").partition(".")[0]  # torch.ops.aten.mul.Scalar; x.mT is a getattr
-    return str(node.target) if node.op == "call_method" else ""
+        name = getattr(node.target, "__name__", "").partition(".")[0]  # torch.ops.aten.mul.Scalar; x.mT is a getattr
+    is_operator = name.startswith("__") or getattr(node.target, "__module__", "") == operator.add.__module__
+    return name.strip("_") if is_operator else name  # `and_` is `&`, and writes to nothing
 
 
 def is_in_place(node: Node) -> bool:
     """Whether the node overwrites its first argument and returns it."""
     name = _plain_name(node)
-    return node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return name.endswith("_") or name in _IN_PLACE
 
 
 def written_by(node: Node) -> list[Any]:
@@ -210,7 +207,6 @@ def read_product(node: Any) -> Product | None:
 def _matmul(left: Any, right: Any) -> Product | None:
     if rank(left) < 2 or rank(right) < 2:
         return None
-
     batches = _batch(rank(left) - 2), _batch(rank(right) - 2)
     sides = (*batches[0], "row", "in"), (*batches[1], "in", "column")
     return Product((left, right), sides, (*max(batches, key=len), "row", "column"), "in")
@@ -258,6 +254,11 @@ def product_size(left: Tensor, right: Tensor, labels: tuple[Labels, Labels], out
     for tensor, names in zip((left, right), labels, strict=True):
         sizes |= {name: size for name, size in zip(names, tensor.shape, strict=True) if sizes.get(name, 1) == 1}
     return torch.Size(sizes[name] for name in out)
+
+
+def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a size that takes no memory, for whoever asks for nothing else."""
+    return torch.empty((), dtype=dtype, device=device).expand(size)
 
 
 # -- shapes --------------------------------------------------------------------------------------------------------

@@ -114,23 +114,22 @@ class HandWrittenSite(AttentionSite):
         self._is_watched = False
 
     @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (torch.is_grad_enabled() and saved_tensors_hooks() is not None):
-            return self.fused(rehearsal, original, args, kwargs)
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (isinstance(by, Rehearsal) and torch.is_grad_enabled() and saved_tensors_hooks() is not None):
+            return self._run_captured(by, original, args, kwargs)
         # Somebody (gradient checkpointing) may run this call again, and what is recomputed must be computed by the
         # same operations: a copy is captured, which nobody watches.
         module = self.module
         try:
             with isolated(module):
                 self.module = silent_copy(module)
-                self.fused(rehearsal, original, args, kwargs)
+                self._run_captured(by, original, args, kwargs)
         finally:
             self.module = module
         return original(module, *args, **kwargs)
 
-    @override
-    def fused(
-        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _run_captured(
+        self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         global_hooks = hooks_on_all_modules()
         num_hooks = len(global_hooks) + sum(len(hooks) for part in self._parts for hooks in hooks_of(part))
@@ -140,14 +139,14 @@ class HandWrittenSite(AttentionSite):
         if self._is_watched or (self.capture is not None and num_hooks != self._num_hooks):
             return original(self.module, *args, **kwargs)
         if self.capture is not None:
-            return self.capture.call(backend, self.module, args, kwargs)
+            return self.capture.call(by, self.module, args, kwargs)
         self._num_hooks = num_hooks
         capture = self._shared.get(original)
         if capture is None or capture.misses >= _MISSES:
             capture = self._shared[original] = Capture(original)
         self.capture = capture
         graphs = capture.graphs
-        result = capture.call(backend, self.module, args, kwargs)
+        result = capture.call(by, self.module, args, kwargs)
         capture.misses += 0 < graphs < capture.graphs
         return result
 

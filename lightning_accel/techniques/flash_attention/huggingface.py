@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, cast
 
 from torch import nn
@@ -16,24 +14,22 @@ from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.torch_private.modules import hooks_of
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
-from lightning_accel.techniques.flash_attention.huggingface_attention import Request, accel_attention, all_without_mask
 from lightning_accel.techniques.flash_attention.huggingface_interface import (
     EAGER_MASKS,
     OWN_MASKS,
-    Registration,
+    Request,
+    all_without_mask,
     eager_function,
     has_implementation,
+    hold,
     implementation,
     implementation_attribute,
     may_switch,
+    release,
     weights_are_collected,
 )
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.site import Site
-
-_registration = Registration(
-    {OWN_MASKS: accel_attention, EAGER_MASKS: functools.partial(accel_attention, has_eager_masks=True)}
-)
 
 
 def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Site]:
@@ -44,14 +40,10 @@ def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Site]:
     for site, module, config in _interface_modules(model):
         name = implementation(config)
         # transformers' own hooks do nothing until weights are asked for, which a site notices.
-        hooks = [
-            hook
-            for hook in hooks_of(module)[0].values()
-            if not getattr(hook, "__module__", "").startswith("transformers.")
-        ]
+        owners = [getattr(hook, "__module__", "") for hook in hooks_of(module)[0].values()]
         if name not in ("eager", OWN_MASKS):
             yield Site(site, why_not=f"fused already: its config says attn_implementation={name!r}")
-        elif hooks:
+        elif not all(owner.startswith("transformers.") for owner in owners):
             yield Site(
                 site, why_not="a forward hook on it may read the attention weights, which fused attention never has"
             )
@@ -66,35 +58,27 @@ class HuggingFaceSite(AttentionSite):
 
     def __init__(self, site: str, module: nn.Module) -> None:
         super().__init__(site, module)
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self._weights_at = names.index("output_attentions") if "output_attentions" in names else sys.maxsize
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._missed: str | None = None
 
     @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.fused(rehearsal, original, args, kwargs)
-
-    @override
-    def fused(
-        self, backend: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        request, config = Request(backend), cast(Any, self.module.config)
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        request, config = Request(by), cast(Any, self.module.config)
         name = implementation(config)
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
             return original(self.module, *args, **kwargs)
-        with ExitStack() as undoing:
-            if name == "eager":
-                _registration.hold()
-                undoing.callback(_registration.release)
-                undoing.callback(setattr, config, implementation_attribute(config), name)
-                setattr(config, implementation_attribute(config), EAGER_MASKS)
-            setattr(self.module, Request.NAME, request)
-            undoing.callback(delattr, self.module, Request.NAME)
-            try:
-                return original(self.module, *args, **kwargs)
-            finally:
-                self._missed = request.missed
+        switch = ModelSwitch(self.site, config, EAGER_MASKS) if name == "eager" else None
+        setattr(self.module, Request.NAME, request)
+        try:
+            if switch is not None:
+                switch.apply()
+            return original(self.module, *args, **kwargs)
+        finally:
+            if switch is not None:
+                switch.undo()
+            delattr(self.module, Request.NAME)
+            self._missed = request.missed
 
     @override
     def nothing_found(self) -> str | None:
@@ -103,8 +87,9 @@ class HuggingFaceSite(AttentionSite):
     def _why_not(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if name not in ("eager", OWN_MASKS, EAGER_MASKS):
             return f"its config now says attn_implementation={name!r}"
-        asked = args[self._weights_at] if len(args) > self._weights_at else kwargs.get("output_attentions")
-        if asked or getattr(self.module.config, "output_attentions", False) or weights_are_collected(self.module):
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        asked = given.get("output_attentions") or getattr(self.module.config, "output_attentions", False)
+        if asked or weights_are_collected(self.module):
             return "its attention weights are asked for"
         return None
 
@@ -115,19 +100,19 @@ class ModelSwitch(AttributePatch):
     By its config alone, and not, as transformers' own setter would, by those below it.
     """
 
-    def __init__(self, site: str, config: Any) -> None:
+    def __init__(self, site: str, config: Any, name: str = OWN_MASKS) -> None:
         change = "masks of eager attention → of fused attention"
-        super().__init__(site, change, config, implementation_attribute(config), OWN_MASKS)
+        super().__init__(site, change, config, implementation_attribute(config), name)
 
     @override
     def _apply(self) -> None:
-        _registration.hold()
+        hold(self)
         super()._apply()
 
     @override
     def _undo(self) -> None:
         super()._undo()
-        _registration.release()
+        release(self)
 
 
 def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
@@ -137,18 +122,16 @@ def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
     module of which would take a missing mask for a causal one.
     """
     found = list(_interface_modules(model)) if may_switch() else []
-    configs = {id(config): config for _, _, config in found}
     as_it_is = {id(config) for site, module, config in found if site not in kept_sites or module in all_without_mask}
-    owners: dict[int, str] = {}
-    for site, module in model.named_modules() if found else ():
-        if isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel):
-            owners.setdefault(id(module.config), site)
-    return [
-        ModelSwitch(owners[key], config)
-        for key, config in configs.items()
-        if key in owners and key not in as_it_is
-        if implementation(config) == "eager" and not getattr(config, "output_attentions", False)
-    ]
+    switched = {id(config) for _, _, config in found} - as_it_is
+    switches: dict[int, Patch] = {}
+    for site, module in model.named_modules() if switched else ():
+        config: Any = getattr(module, "config", None)
+        is_model = isinstance(module, sys.modules["transformers.modeling_utils"].PreTrainedModel)
+        has_weights = getattr(config, "output_attentions", False)
+        if is_model and id(config) in switched and implementation(config) == "eager" and not has_weights:
+            switches.setdefault(id(config), ModelSwitch(site, config))
+    return list(switches.values())
 
 
 def _interface_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -1,4 +1,4 @@
-"""All that is private of transformers and used here: its registries, a config's attention, who collects weights.
+"""The attention function that transformers calls by one of our names, and all that is private of transformers.
 
 See https://huggingface.co/docs/transformers/attention_interface. Two names are registered, since transformers builds
 masks by the name too. Under :data:`EAGER_MASKS` the masks are those of "eager", floats with everything in them. Under
@@ -8,14 +8,24 @@ its own eager attention.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.torch_private.compilation import register_constant
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
+from lightning_accel.techniques.flash_attention.backends import Backend, attend
+from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.form import Edit
+from lightning_accel.techniques.flash_attention.masks import CAUSAL, attend_edited
 
 EagerAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -38,26 +48,24 @@ EAGER_MASKS = _Name("lightning_accel_eager_masks")
 OWN_MASKS = _Name("lightning_accel")
 
 
-class Registration:
-    """Functions of ours, by name, in transformers' registries of attention, there while somebody holds them."""
+_holders: list[Any] = []  # of our functions in transformers' registries, there while there are any
 
-    def __init__(self, attention: Mapping[str, EagerAttention]) -> None:
-        self._attention = attention
-        self._holders = 0
 
-    def hold(self) -> None:
-        self._holders += 1
-        if self._holders == 1:
-            attention, masks = _registries()
-            attention.update(self._attention)
-            masks.update({OWN_MASKS: _mask, EAGER_MASKS: masks["eager"]})
+def hold(holder: Any) -> None:
+    """Puts our functions, by name, into transformers' registries."""
+    _holders.append(holder)
+    if len(_holders) == 1:
+        attention, masks = _registries()
+        attention.update({OWN_MASKS: accel_attention, EAGER_MASKS: _with_eager_masks})
+        masks.update({OWN_MASKS: _mask, EAGER_MASKS: masks["eager"]})
 
-    def release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0:
-            for registry in _registries():
-                for name in self._attention:
-                    registry.pop(name, None)
+
+def release(holder: Any) -> None:
+    """Takes them out, with the last that holds them."""
+    _holders.remove(holder)
+    for registry in () if _holders else _registries():
+        registry.pop(OWN_MASKS, None)
+        registry.pop(EAGER_MASKS, None)
 
 
 def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,25 +129,160 @@ def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     by name, and an eager function with learned sinks.
     """
     if kind not in _eager_functions:
-        _eager_functions[kind] = _find_eager_function(kind)
+        forward = inspect.unwrap(kind.forward)
+        names: tuple[str, ...] = getattr(getattr(forward, "__code__", None), "co_names", ())
+        found = [forward.__globals__.get(name) for name in names if name.endswith("eager_attention_forward")]
+        is_known = len(found) == 1 and "ALL_ATTENTION_FUNCTIONS" in names
+        eager = found[0] if is_known and not _names_sdpa(forward.__code__.co_consts) else None
+        _eager_functions[kind] = None if eager is None or _names(eager, "sinks") else eager
     return _eager_functions[kind]
 
 
 def is_causal_by_itself(eager: EagerAttention) -> bool:
     """Whether an eager function hides later keys by a buffer of its module's, whatever the mask: GPT-2's of 4.57."""
-    return "bias" in inspect.unwrap(eager).__code__.co_names
+    return _names(eager, "bias")
 
 
-def _find_eager_function(kind: type[nn.Module]) -> EagerAttention | None:
-    forward = inspect.unwrap(kind.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or _names_sdpa(code.co_consts):
-        return None
-    found = [name for name in code.co_names if name.endswith("eager_attention_forward")]
-    eager: EagerAttention | None = forward.__globals__.get(found[0]) if len(found) == 1 else None
-    has_sinks = eager is not None and "sinks" in getattr(inspect.unwrap(eager), "__code__", code).co_names
-    return None if has_sinks else eager
+def _names(function: Any, name: str) -> bool:
+    return name in getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
 
 
 def _names_sdpa(constants: Any) -> bool:
     return any(each == "sdpa" or (isinstance(each, tuple | frozenset) and _names_sdpa(each)) for each in constants)
+
+
+# -- the function ----------------------------------------------------------------------------------------------------
+
+all_without_mask: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that call themselves causal and yet, eagerly, were seen to attend to all keys when given no mask."""
+
+_UNSUPPORTED = ("softcap", "sinks", "s_aux", "head_mask", "cache", "indices", "block_indices")
+
+
+@dataclass(eq=False)
+class Request:
+    """A call's backend, or rehearsal, left on the module for :func:`accel_attention`, and what became of it.
+
+    On the module, not in a context variable, which torch.compile cannot read.
+    """
+
+    NAME: ClassVar[str] = "_accel_request"
+
+    backend: Backend | Rehearsal
+    # Why the backend did not compute the attention; None if it did.
+    missed: str | None = "its forward did not call transformers' attention interface"
+
+
+def accel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    *,
+    has_eager_masks: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as transformers calls it, through the backend of the module's request.
+
+    Query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv), H a multiple of G. ``is_causal`` says what a missing
+    mask means; None: as the module says. With ``has_eager_masks``, as under ``EAGER_MASKS``, there is no causality but
+    the mask's. Of the options ``position_bias`` is added to the scores.
+
+    Returns:
+        (B, T, H, Dv) and no weights; without a request, or where the options ask for more than an
+        :class:`AttentionCall` has a place for, what the module's own eager attention returns.
+    """
+    mask = attention_mask
+    if mask is not None and mask.dim() == 4 and mask.shape[-1] > key.shape[2]:
+        mask = mask[..., : key.shape[2]]  # made for all that a cache will ever hold
+    # As transformers reads it for torch's attention; a single query comes after all its keys.
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
+    eager = eager_function(type(module))
+    assert eager is not None
+    has_own_causality = is_causal_by_itself(eager)
+    if has_eager_masks:
+        if is_causal and not has_own_causality:
+            all_without_mask.add(module)
+        is_causal = is_causal and has_own_causality
+        mask = mask.to(query.dtype) if mask is not None and mask.dtype == torch.bool else mask  # which is added up
+    tensors = (query, key, value, mask, options.pop("position_bias", None))
+    hides_later_keys = is_causal or (has_own_causality and query.shape[2] == key.shape[2] > 1)
+
+    def eagerly(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
+        given = options if bias is None else {**options, "position_bias": bias}
+        mask = _as_eager_mask(mask, query, key, is_causal)
+        return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given)
+
+    def fused(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Any, bias: Any) -> Any:
+        if is_causal and key.shape[2] > query.shape[2]:
+            # A cache of fixed size that is not full yet: see transformers' integrations/sdpa_attention.py.
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        query, key, value = _matched(query, key, value)
+        lowest = torch.finfo(query.dtype).min
+        edits = [Edit("multiply", query.shape[-1] ** -0.5 if scaling is None else scaling)]
+        if hides_later_keys:
+            edits.append(Edit("band", CAUSAL, lowest))
+        if bias is not None:
+            edits.append(Edit("add", bias[..., : key.shape[2]]))
+        if mask is not None:
+            edits.append(Edit("keep" if mask.dtype == torch.bool else "add", mask, lowest, is_added=True))
+        dropout_p = dropout if module.training else 0.0
+        call = AttentionCall(query=query, key=key, value=value, dropout_p=dropout_p, scale=edits[0].by)
+        out = attend_edited(call, edits, lambda call: attend(call, backend), may_wait=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    request: Request | None = vars(module).get(Request.NAME)
+    if request is not None:
+        request.missed = _unsupported(query, key, mask, options)
+        by = request.backend
+        if request.missed is None and isinstance(by, Backend):
+            return fused(by, *tensors)  # type: ignore[no-any-return]
+        if request.missed is None and isinstance(by, Rehearsal):
+            # The eager function may call modules of the module's, a dropout say: of a copy, which nobody watches.
+            plain = functools.partial(eagerly, silent_copy(module))
+            # Results of some lie transposed: transformers' code, which takes any attention's, puts heads together anew.
+            rest: Any = {"judged": lambda out: out[0], "keeps_strides": False}
+            by.rehearse(plain, lambda backend: functools.partial(fused, backend), tensors, **rest)
+    return eagerly(module, *tensors)  # type: ignore[no-any-return]
+
+
+_with_eager_masks = functools.partial(accel_attention, has_eager_masks=True)
+
+
+def _unsupported(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> str | None:
+    given = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if given:
+        return f"its attention has the option {given[0]!r}, which fused attention lacks"
+    if options.get("output_attentions"):
+        return "its attention weights are asked for"
+    if query.dim() != 4 or query.shape[1] % key.shape[1] or (mask is not None and mask.dim() != 4):
+        return f"its attention is of another form: queries of {tuple(query.shape)}, keys of {tuple(key.shape)}"
+    return None
+
+
+def _matched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with as many heads and samples each, and of one dtype."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if query.shape[0] != key.shape[0]:  # learned queries, the same for all samples
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        # Rotary embeddings leave queries and keys in float32, values not.
+        query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
+    return query, key, value
+
+
+def _as_eager_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
+    if mask is None and is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=mask.device), torch.finfo(query.dtype).min)

@@ -8,6 +8,7 @@ number everywhere leaves all keys the same weight, or what scores that number st
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from lightning_accel.techniques.flash_attention.form import Band, Edit
 Attend = Callable[[AttentionCall], Tensor]
 
 HIDES_BELOW = -9e3  # a score that low has no weight beside scores of any model that trains
+_SWALLOWS = -60  # units in its last place: a number so low, added to scores, leaves nothing of them
 CAUSAL: Band = (None, 0)
 _REMEMBERED = 64  # masks; one that is made anew for every batch must not pile up
 
@@ -105,14 +107,20 @@ class MaskMemory:
         return seen
 
 
+_memory = MaskMemory()
+
+
 # -- attention under edits -----------------------------------------------------------------------------------------
 
 
-def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *, zero_rows: bool = False) -> Tensor:
+def attend_edited(
+    call: AttentionCall, edits: Sequence[Edit], attend: Attend, *, zero_rows: bool = False, may_wait: bool = False
+) -> Tensor:
     """softmax(edits(query @ key^T)) @ value: (B, H, T, Dv).
 
     The call has the scale that is in the edits, and no mask; the edits' tensors are broadcastable to (B, H, T, S). With
-    ``zero_rows`` a query whose keys are all given -inf gets zeros, instead of NaN.
+    ``zero_rows`` a query whose keys are all given -inf gets zeros, instead of NaN. A GPU is waited for to look into a
+    mask only if the caller ``may_wait``, whose layers share it: once for all of them.
     """
     masks = [edit for edit in edits if edit.kind in ("add", "keep", "band")]
     if not masks:
@@ -123,28 +131,72 @@ def attend_edited(call: AttentionCall, edits: Sequence[Edit], attend: Attend, *,
         left, right = (max(call.query.shape[2], call.key.shape[2]) if side is None else side for side in masks[0].by)
         return attend(replace(call, window=(left, right)))
     edits = [replace(edit, kind="keep", by=call.band(*edit.by)) if edit.kind == "band" else edit for edit in edits]
-    if any(edit.kind == "add" for edit in edits):
-        # What becomes of scores of zero: a mask to be added, in the precision that scores have.
-        dtypes = [edit.by.dtype for edit in edits if edit.kind == "add"]
-        dtype = functools.reduce(torch.promote_types, dtypes, call.query.dtype)
-        mask = _edited(torch.zeros((), dtype=dtype, device=call.query.device), edits)
-        # As far off on the other side, too, scores vanish beside it, and kernels lose their way back.
-        rows = mask.detach().amax(dim=-1, keepdim=True).abs() >= -HIDES_BELOW
-    else:
-        mask = functools.reduce(torch.logical_and, (edit.by for edit in edits if edit.kind == "keep"))
-        if len(masks) == 1 and not masks[0].has_empty_rows:
-            return attend(replace(call, mask=mask))
-        rows = ~mask.any(dim=-1, keepdim=True)
-    if not can_look_into(rows):
-        return _with_rows_replaced(call, mask, edits, rows, attend, math.nan if not zero_rows else 0.0)
-    if rows.any():
-        return _with_samples_by_hand(call, mask, edits, rows, attend, zero_rows)
-    return attend(replace(call, mask=_for_kernel(mask, call.query.dtype)))
+    mask = _merged(call, edits)
+    if mask.dtype == torch.bool and len(masks) == 1 and not masks[0].has_empty_rows:
+        return attend(replace(call, mask=mask))
+    may_read = can_look_into(mask)
+    if may_wait and mask.is_cuda and not is_traced(mask):
+        may_read = not torch.cuda.is_current_stream_capturing()
+    if not may_read:
+        return _with_rows_replaced(call, mask, edits, attend, math.nan if not zero_rows else 0.0)
+    sources = (part for edit in edits for part in (edit.kind, edit.by, edit.fill))
+    found = _memory.recall((call.query.shape[:3], *sources), lambda: _rows_without_keys(call, mask))
+    if found is None:
+        return attend(replace(call, mask=_for_kernel(mask, call.query.dtype)))
+    rows, dim, some = found
+    if call.dropout_p or len(some) == call.query.shape[dim]:  # in two parts, dropout would draw otherwise
+        return _by_hand(call, edits, zero_rows)
+    # The result for these rows is not used; it must be finite, no more.
+    out = attend(replace(call, mask=_for_kernel(_open(mask, rows), call.query.dtype)))
+    edits = [replace(edit, by=_part(edit.by, dim, some)) for edit in edits]
+    tensors = {
+        name: _part(getattr(call, name), dim, some) for name in ("query", "key", "value")[: 3 if dim == 0 else 1]
+    }
+    return out.index_copy(dim, some, _by_hand(replace(call, **tensors), edits, zero_rows).to(out.dtype))
 
 
 def scale_of(edits: Sequence[Edit]) -> float:
     """The product of the numbers that scores are multiplied by."""
     return math.prod([edit.by for edit in edits if edit.kind == "multiply"], start=1.0)
+
+
+def _merged(call: AttentionCall, edits: Sequence[Edit]) -> Tensor:
+    """The mask that the edits come to: boolean, or in the precision that scores have what becomes of scores of zero."""
+    if all(edit.kind != "add" for edit in edits):
+        return functools.reduce(torch.logical_and, (edit.by for edit in edits if edit.kind == "keep"))
+    dtypes = (edit.by.dtype for edit in edits if edit.kind == "add")
+    dtype = functools.reduce(torch.promote_types, dtypes, call.query.dtype)
+    first, *rest = itertools.dropwhile(lambda edit: edit.kind == "multiply", edits)
+    if first.kind == "add":
+        return _edited(first.by.to(dtype), rest)
+    return _edited(torch.zeros((), dtype=dtype, device=call.query.device), [first, *rest])
+
+
+def _hidden_rows(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return ~mask.any(dim=-1, keepdim=True)
+    # As far off on the other side, too, scores vanish beside it, and kernels lose their way back.
+    return mask.detach().amax(dim=-1, keepdim=True).abs() >= -HIDES_BELOW
+
+
+def _rows_without_keys(call: AttentionCall, mask: Tensor) -> tuple[Tensor, int, Tensor] | None:
+    """Queries that see no key, (B, H, T, 1) or broadcastable, and a dimension with the few indices that hold them."""
+    rows = _hidden_rows(mask)
+    if not rows.any():
+        return None
+    held = rows.expand(*call.query.shape[:3], 1)
+    by_dim = {0: held.flatten(1).any(dim=1), 2: held.any(dim=1).any(dim=0)[:, 0]}  # whole samples, or rows of all
+    dim = min(by_dim, key=lambda dim: float(by_dim[dim].float().mean()))
+    return rows, dim, by_dim[dim].nonzero()[:, 0]
+
+
+def _open(mask: Tensor, rows: Tensor) -> Tensor:
+    return mask.masked_fill(rows, mask.dtype == torch.bool)
+
+
+def _part(by: Any, dim: int, some: Tensor) -> Any:
+    is_one_for_all = not isinstance(by, Tensor) or by.dim() < 4 or by.shape[dim] == 1
+    return by if is_one_for_all else by.index_select(dim, some)
 
 
 def _edited(scores: Tensor, edits: Sequence[Edit]) -> Tensor:
@@ -157,7 +209,11 @@ def _edited(scores: Tensor, edits: Sequence[Edit]) -> Tensor:
             scores = scores.to(edit.by).to(scores.dtype)
         else:
             fill = edit.fill if edit.fill == -math.inf else max(edit.fill, torch.finfo(scores.dtype).min)
-            scores = torch.where(edit.by, scores, fill)
+            scores = (
+                scores + torch.where(edit.by, 0.0, fill).to(scores.dtype)
+                if edit.is_added
+                else torch.where(edit.by, scores, fill)
+            )
     return scores
 
 
@@ -168,30 +224,8 @@ def _for_kernel(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask == -math.inf, mask, mask.clamp(min=torch.finfo(dtype).min)).to(dtype)
 
 
-def _with_samples_by_hand(
-    call: AttentionCall, mask: Tensor, edits: Sequence[Edit], rows: Tensor, attend: Attend, zero_rows: bool
-) -> Tensor:
-    """Computes the samples that hold such rows as hand-written attention does: values, gradients, NaN and all."""
-    samples = rows.flatten(1).any(dim=1).expand(call.query.shape[0])
-    if call.dropout_p or bool(samples.all()):  # in two parts, dropout would draw otherwise
-        return _by_hand(call, edits, zero_rows)
-    some, others = samples.nonzero().squeeze(1), (~samples).nonzero().squeeze(1)
-
-    def part(samples: Tensor) -> AttentionCall:
-        return replace(call, query=call.query[samples], key=call.key[samples], value=call.value[samples])
-
-    fused = attend(replace(part(others), mask=_for_kernel(_of_samples(mask, others), call.query.dtype)))
-    by_hand = _by_hand(part(some), [replace(edit, by=_of_samples(edit.by, some)) for edit in edits], zero_rows)
-    out = fused.new_empty(*call.query.shape[:3], call.value.shape[-1])
-    return out.index_copy(0, others, fused).index_copy(0, some, by_hand.to(fused.dtype))
-
-
-def _of_samples(mask: Any, samples: Tensor) -> Any:
-    is_one_for_all = not isinstance(mask, Tensor) or mask.dim() < 4 or mask.shape[0] == 1
-    return mask if is_one_for_all else mask[samples]
-
-
 def _by_hand(call: AttentionCall, edits: Sequence[Edit], zero_rows: bool) -> Tensor:
+    """As hand-written attention does it: values, gradients, NaN and all."""
     scores = _edited(call.query @ call.key.transpose(-2, -1), edits)
     if zero_rows:
         absent = scores.detach().amax(dim=-1, keepdim=True) == -math.inf
@@ -203,24 +237,24 @@ def _by_hand(call: AttentionCall, edits: Sequence[Edit], zero_rows: bool) -> Ten
 
 
 def _with_rows_replaced(
-    call: AttentionCall, mask: Tensor, edits: Sequence[Edit], rows: Tensor, attend: Attend, empty: float
+    call: AttentionCall, mask: Tensor, edits: Sequence[Edit], attend: Attend, empty: float
 ) -> Tensor:
-    """Where looking would wait for the GPU: the rows' values are put right, whether there are any or not.
+    """Where nothing can depend on what is in the mask: the rows' values are put right, whether there are any or not.
 
-    Gradients that would reach queries and keys from such rows, which nobody should look at, may be those of the kernel.
+    Gradients that would reach queries and keys from such rows, which nobody should look at, are left out.
     """
-    if mask.dtype != torch.bool:
-        # A number that hides all keys alike is in the mask itself.
-        absent = mask.detach().amax(dim=-1, keepdim=True) == -math.inf
-        out = attend(replace(call, mask=_for_kernel(mask.masked_fill(absent, 0), call.query.dtype)))
-        return out * torch.where(absent, empty, 1.0).to(out.dtype)
-    # What comes out of these rows is replaced: they must not become NaN on the way.
-    out = attend(replace(call, mask=mask | rows))
-    absent, last = torch.zeros_like(rows), torch.ones_like(rows)
-    for edit in reversed([edit for edit in edits if edit.kind == "keep"]):
-        # The last fill of a row that hides everything is what counts.
-        hidden = ~edit.by.any(dim=-1, keepdim=True)
-        absent = absent | (last & hidden & (edit.fill == -math.inf))
-        last = last & ~hidden
-    alike = call.value.mean(dim=-2, keepdim=True)
-    return torch.where(rows, alike * torch.where(absent, empty, 1.0).to(out.dtype), out)
+    rows = _hidden_rows(mask)
+    if mask.dtype == torch.bool:
+        absent, last = torch.zeros_like(rows), torch.ones_like(rows)
+        for edit in reversed([edit for edit in edits if edit.kind == "keep"]):
+            # The last fill of a row that hides everything is what counts.
+            hidden = ~edit.by.any(dim=-1, keepdim=True)
+            absent = absent | (last & hidden & (edit.fill == -math.inf))
+            last = last & ~hidden
+    else:
+        highest = mask.detach().amax(dim=-1, keepdim=True)
+        absent = highest == -math.inf
+        rows = highest * torch.finfo(mask.dtype).eps <= _SWALLOWS
+    query = call.query.masked_fill(rows, 0)  # without one all weights are the same
+    out = attend(replace(call, query=query, mask=_for_kernel(_open(mask, rows), query.dtype)))
+    return out * torch.where(absent, empty, 1.0).to(out.dtype)

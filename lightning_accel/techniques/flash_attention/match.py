@@ -18,8 +18,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_accel.techniques.flash_attention.form import AttentionFinding, AttentionForm, Edit, Order
 from lightning_accel.techniques.flash_attention.graph import (
-    VIEWS,
-    Product,
     Softmax,
     argument,
     constant,
@@ -31,19 +29,18 @@ from lightning_accel.techniques.flash_attention.graph import (
     rank,
     read_product,
     read_softmax,
-    sizes_of_view,
     value,
     written_by,
+)
+from lightning_accel.techniques.flash_attention.labelled_scores import (
+    LabelledScores,
+    NotAttentionError,
+    check_between,
+    need,
 )
 from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 
 _DEPTH = 24  # operations between the first product and the softmax
-_RESHAPES = ("view", "unsqueeze", "squeeze", "flatten", "unflatten")
-_SWITCHES = ("grad_enabled", "autocast", "inference_mode")
-
-
-class NotAttentionError(Exception):
-    """Why something that looked like attention is left alone; the text goes into the report."""
 
 
 def find_attention(graph: Graph) -> Iterator[AttentionFinding]:
@@ -54,15 +51,10 @@ def find_attention(graph: Graph) -> Iterator[AttentionFinding]:
             continue
         path = _path_from_product(softmax.scores, _DEPTH)
         try:
-            _need(bool(path), "no matrix product leads to its softmax")
-            yield AttentionFinding(node, form=_Reader(path, softmax).read())
+            need(bool(path), "no matrix product leads to its softmax")
+            yield AttentionFinding(node, _Reader(path, softmax).read())
         except NotAttentionError as reason:
             yield AttentionFinding(node, reason=str(reason))
-
-
-def _need(condition: bool, reason: str) -> None:
-    if not condition:
-        raise NotAttentionError(reason)
 
 
 def _path_from_product(node: Any, depth: int) -> list[Node]:
@@ -83,18 +75,14 @@ def _path_from_product(node: Any, depth: int) -> list[Node]:
     return next(([*path, node] for path in paths if path), [])
 
 
-class _Reader:
+class _Reader(LabelledScores):
     """Follows the scores from the first product to the softmax, and the weights from there to the second."""
 
     def __init__(self, path: list[Node], softmax: Softmax) -> None:
         product = read_product(path[0])
         assert product is not None
         self.path, self.softmax, self.first = path, softmax, product
-        self.labels = product.out  # of the dimensions at the node that was read last; the others are among them
-        self.row, self.column = self._row_and_column()
-        self.batch = [label for label in self.labels if label not in (self.row, self.column)]  # after a reshape, new
-        self.levels: list[Sequence[Any]] = [()]
-        self.edits: list[Edit] = []
+        super().__init__(product.out, *self._row_and_column())
         self.dropout_p: Any = 0.0
         self.zero_rows = softmax.is_safe
         self.spare: set[Node] = set()  # what was computed from the chain alone, and goes with it
@@ -106,7 +94,7 @@ class _Reader:
         for node in self.path[1:]:
             labels = permuted(node, labels) or labels
         dim, dims = self.softmax.dim, rank(self.softmax.scores)
-        _need(isinstance(dim, int), "its softmax names no dimension")
+        need(isinstance(dim, int), "its softmax names no dimension")
         # A reshape in between leaves the last two dimensions where they are, and those are counted from the end.
         from_end = dims - dim % dims
         column = labels[-from_end] if from_end <= len(labels) else None
@@ -114,13 +102,13 @@ class _Reader:
         owner, other = (right, left) if column in right and column not in left else (left, right)
         rows = [label for label in other if label not in owner]
         is_of_keys = column in owner and column not in other and bool(rows)
-        _need(is_of_keys, "its softmax runs over another dimension than the keys")
+        need(is_of_keys, "its softmax runs over another dimension than the keys")
         return rows[-1], column
 
     def read(self) -> AttentionForm:
         start, end = self.path[0], self.softmax.nodes[-1]
         query, key = (self._operand(label, [*self.batch, label]) for label in (self.row, self.column))
-        _need(not is_in_place(start), "its first product is written into a tensor that is there already")
+        need(not is_in_place(start), "its first product is written into a tensor that is there already")
         if op_name(start) == "baddbmm":
             self._read_baddbmm(start)
         for before, node in itertools.pairwise(self.path):
@@ -135,18 +123,9 @@ class _Reader:
             weights.append(user)
         values, out_order = self._read_second_product(user, weights[-1])
         chain = (*self.spare, *weights, user)
-        _check_between(start, user, chain)
-        return AttentionForm(
-            query=query,
-            key=key,
-            value=values,
-            levels=tuple(self.levels),
-            edits=tuple(self.edits),
-            out_order=out_order,
-            dropout_p=self.dropout_p,
-            zero_rows=self.zero_rows,
-            chain=chain,
-        )
+        check_between(start, user, chain)
+        levels, edits = tuple(self.levels), tuple(self.edits)
+        return AttentionForm(query, key, values, levels, edits, out_order, self.dropout_p, self.zero_rows, chain)
 
     def _operand(self, label: Hashable, wanted: list[Hashable]) -> tuple[Node, Order]:
         side = 0 if label in self.first.labels[0] else 1
@@ -158,33 +137,30 @@ class _Reader:
                 self.spare.add(user)  # nobody reads it
         others = [user for user in node.users if user not in (*self.spare, *own, self.softmax.nodes[-1])]
         is_stored = any(user.op == "output" for user in others)
-        _need(not others, f"its {what} are {'returned or stored' if is_stored else 'used elsewhere'}")
+        need(not others, f"its {what} are {'returned or stored' if is_stored else 'used elsewhere'}")
 
     def _only_user(self, node: Node) -> Node:
-        user = next((user for user in node.users if user.users), None)
-        if user is None:
+        users = [user for user in node.users if user.users]
+        if not users:
             is_stored = any(user.op == "output" for user in node.users)
             raise NotAttentionError(f"its weights are {'returned or stored' if is_stored else 'not used'}")
-        self._check_users(node, "weights", user)
-        return user
+        self._check_users(node, "weights", users[0])
+        return users[0]
 
     # -- scores ----------------------------------------------------------------------------------------------------
 
     def _read_baddbmm(self, node: Node) -> None:
         self._scale("multiply", node.kwargs.get("alpha", 1))
         beta = node.kwargs.get("beta", 1)
-        _need(isinstance(beta, int | float), "the beta of its baddbmm is not a number")
+        need(isinstance(beta, int | float), "the beta of its baddbmm is not a number")
         if beta != 0:
-            self._edit_by_tensor("add", argument(node, 0, "input"), factor=beta)
+            self.edit_by_tensor("add", argument(node, 0, "input"), factor=beta)
 
     def _read_score_step(self, node: Node, before: Node) -> None:
         name = op_name(node)
-        moved = permuted(node, self.labels)
-        if moved is not None:
-            self.labels = moved
-        elif name in _RESHAPES and node.args[0] is before:
-            self._reshape(node, before)
-        elif name == "neg":
+        if self.move(node, before):
+            return
+        if name == "neg":
             self._scale("multiply", -1)
         elif name in ("same", "to") and node.args[0] is before:
             self._cast(value(node).dtype)
@@ -204,7 +180,7 @@ class _Reader:
         left, right = argument(node, 0, "input"), argument(node, 1, "other")
         is_turned = left is not before and (is_in_place(node) or name in ("sub", "div"))
         is_known = left is not right and all(given in ("input", "other") for given in node.kwargs)
-        _need(is_known and not is_turned, f"`{name}` between its first product and the softmax is not understood")
+        need(is_known and not is_turned, f"`{name}` between its first product and the softmax is not understood")
         return right if left is before else left
 
     def _read_addition(self, name: str, node: Node, before: Node) -> None:
@@ -214,15 +190,11 @@ class _Reader:
         shift = [other]
         while isinstance(shift[-1], Node) and shift[-1] is not before:
             shift.append(argument(shift[-1], 0, "input"))
-        if shift[-1] is before and self._is_same_for_all_keys(other):
+        if shift[-1] is before and self.is_same_for_all_keys(other):
             self.shifts |= set(shift[:-1])  # nor does a number for each query: the highest of its scores
-            return
-        _need(name == "add" or value(other).dtype != torch.bool, "booleans are subtracted from its scores")
-        self._edit_by_tensor("add", other, factor=1 if name == "add" else -1)
-
-    def _is_same_for_all_keys(self, tensor: Node) -> bool:
-        from_end = len(self.labels) - self.labels.index(self.column)
-        return rank(tensor) < from_end or statically_known_true(value(tensor).shape[-from_end] == 1)
+        else:
+            need(name == "add" or value(other).dtype != torch.bool, "booleans are subtracted from its scores")
+            self.edit_by_tensor("add", other, factor=1 if name == "add" else -1)
 
     def _read_scale(self, name: str, node: Node, before: Node) -> None:
         kind, other = "multiply" if name == "mul" else "divide", self._other(name, node, before)
@@ -230,24 +202,24 @@ class _Reader:
         if number is not None or not is_tensor(other):
             self._scale(kind, other if number is None else number)
             return
-        _need(self._is_same_for_all_keys(other), "its scores are multiplied by something that differs from key to key")
-        is_first = all(edit.kind in ("multiply", "divide") for edit in self.edits)
-        is_first = is_first and (len(self.levels) == 1 or rank(other) == 0)
-        _need(is_first, "its scores are scaled by a tensor after they were masked or reshaped")
-        self._edit_by_tensor(kind, other)
+        need(self.is_same_for_all_keys(other), "its scores are multiplied by something that differs from key to key")
+        is_masked = any(edit.kind not in ("multiply", "divide") for edit in self.edits)
+        is_late = is_masked or (len(self.levels) > 1 and rank(other) > 0)
+        need(not is_late, "its scores are scaled by a tensor after they were masked or reshaped")
+        self.edit_by_tensor(kind, other)
 
     def _scale(self, kind: Any, by: Any) -> None:
         is_number = isinstance(by, int | float)
-        _need(not is_number or (by != 0 and math.isfinite(by)), f"its scores are scaled by {by}")
+        need(not is_number or (by != 0 and math.isfinite(by)), f"its scores are scaled by {by}")
         if is_number and kind == "divide":
             kind, by = "multiply", 1 / by
         fills = [edit.fill for edit in self.edits if edit.kind in ("keep", "hide")]
         is_hidden_yet = not fills or (is_number and by > 0 and max(fills) * by <= HIDES_BELOW)
-        _need(is_hidden_yet, "its scores are scaled after they were masked")
+        need(is_hidden_yet, "its scores are scaled after they were masked")
         self.edits.append(Edit(kind, by))
 
     def _cast(self, dtype: torch.dtype) -> None:
-        _need(dtype.is_floating_point, f"its scores are cast to {dtype}")
+        need(dtype.is_floating_point, f"its scores are cast to {dtype}")
         lowest = torch.finfo(dtype).min
         self.edits = [replace(edit, fill=-math.inf) if edit.fill < lowest else edit for edit in self.edits]
         if dtype == torch.float16 and any(edit.kind == "add" for edit in self.edits):
@@ -264,108 +236,59 @@ class _Reader:
         number = constant(fill, self.spare)
         if number is None:
             raise NotAttentionError("masked scores are filled with something that is not a constant")
-        if number < torch.finfo(value(node).dtype).min:
-            number = -math.inf  # in float16, -1e9 is
-        _need(number <= HIDES_BELOW, f"masked scores are filled with {number:g}, which leaves them a weight")
-        self._edit_by_tensor(kind, mask, fill=number)
-
-    def _edit_by_tensor(self, kind: Any, tensor: Any, **rest: Any) -> None:
-        _need(0 <= rank(tensor) <= len(self.labels), "a mask or bias has more dimensions than its scores")
-        self.edits.append(self._edit_of(kind, tensor, **rest))
-
-    def _edit_of(self, kind: Any, tensor: Any, **rest: Any) -> Edit:
-        order = tuple(self.labels.index(label) for label in [*self.batch, self.row, self.column])
-        return Edit(kind, tensor, level=len(self.levels) - 1, order=order, **rest)
-
-    def _reshape(self, node: Node, before: Node) -> None:
-        """A reshape may fold and unfold batch dimensions; queries and keys must stay the last two."""
-        shape, old, last_two = value(node).shape, value(before).shape, self.labels[-2:]
-        is_moved = list(self.labels[:-2]) != self.batch or set(last_two) != {self.row, self.column}
-        is_kept = not is_moved and len(shape) >= 2 and equal_sizes(shape[-2:], old[-2:])
-        _need(is_kept, "its scores or weights are reshaped across queries and keys")
-        sizes: Sequence[Any] = [size if isinstance(size, int) else -1 for size in shape[:-2]]
-        if sizes.count(-1) > 1:
-            sizes = sizes_of_view(node)[:-2] if op_name(node) == "view" else ()
-            is_known = len(sizes) == len(shape) - 2 and all(isinstance(size, int | Node) for size in sizes)
-            _need(is_known, "its scores or weights are reshaped in a way that is not understood")
-        self.levels.append(sizes)
-        self.batch = [("level", len(self.levels), index) for index in range(len(sizes))]
-        self.labels = (*self.batch, *last_two)
+        need(number <= HIDES_BELOW, f"masked scores are filled with {number:g}, which leaves them a weight")
+        lowest = torch.finfo(value(node).dtype).min  # below which is -inf: -1e9 in float16
+        self.edit_by_tensor(kind, mask, fill=-math.inf if number < lowest else number)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def _read_weight_step(self, node: Node, before: Node) -> None:
         name = op_name(node)
-        moved = permuted(node, self.labels)
-        if moved is not None:
-            self.labels = moved
-        elif name in _RESHAPES:
-            self._reshape(node, before)
-        elif name == "dropout":
+        if self.move(node, before):
+            return
+        if name == "dropout":
             p = argument(node, 1, "p", 0.5)
             is_training = argument(node, 2, "training", argument(node, 2, "train", True))
             is_known = isinstance(is_training, bool) and not (self.dropout_p and is_training)
-            _need(is_known, "the dropout of its weights is not understood")
+            need(is_known, "the dropout of its weights is not understood")
             self.dropout_p = p if is_training else self.dropout_p
         elif name == "masked_fill" and self._is_hidden_already(node):
             self.zero_rows = True
             self.edits = [replace(edit, fill=-math.inf) if edit.kind == "hide" else edit for edit in self.edits]
         else:
             is_cast = name in ("same", "to") and node.args[0] is before and value(node).is_floating_point()
-            _need(is_cast, f"`{name or node.target}` stands between the softmax and the product with the values")
+            need(is_cast, f"`{name or node.target}` stands between the softmax and the product with the values")
 
     def _is_hidden_already(self, node: Node) -> bool:
         """Whether weights are set to zero where the only mask of the scores has hidden them."""
-        masks = [edit for edit in self.edits if edit.kind in ("add", "keep", "hide")]
-        again = self._edit_of("hide", argument(node, 1, "mask"))
-        is_same = len(masks) == 1 and masks[0] == replace(again, fill=masks[0].fill)
-        return is_same and argument(node, 2, "value") == 0
+        masks = [replace(edit, fill=0.0) for edit in self.edits if edit.kind in ("add", "keep", "hide")]
+        again = self.edit_of("hide", argument(node, 1, "mask"), fill=0.0)
+        return masks == [again] and argument(node, 2, "value") == 0
 
     def _read_second_product(self, last: Node, weights: Node) -> tuple[tuple[Node, Order], tuple[int, ...]]:
         second = read_product(last)
         assert second is not None
-        _need(op_name(last) != "baddbmm", "the second product is more than one of weights and values")
-        sides = [side for side, operand in enumerate(second.operands) if operand is weights]
-        _need(len(sides) == 1, "its weights are multiplied by themselves")
-        side = sides[0]
+        need(op_name(last) != "baddbmm", "the second product is more than one of weights and values")
+        side = second.operands.index(weights)
+        need(second.operands[1 - side] is not weights, "its weights are multiplied by themselves")
         renamed = dict(zip(second.labels[side], self.labels, strict=True))
-        _need(renamed.get(second.contracted) == self.column, "the second product does not sum over the keys")
+        need(renamed.get(second.contracted) == self.column, "the second product does not sum over the keys")
         others = [renamed.get(label, ("second", label)) for label in second.labels[1 - side]]
         out = [renamed.get(label, ("second", label)) for label in second.out]
         extra = [label for label in others if label not in (*self.batch, self.column)]
         is_plain = len(extra) == 1 and set(out) == {*self.batch, self.row, *extra} and self.row not in others
-        _need(is_plain, "the second product is not one of weights and values")
-        is_same = len(self.levels) == 1 or _same_batch(weights, second, side)
-        _need(is_same, "its values have other batches than its weights")
+        need(is_plain, "the second product is not one of weights and values")
+        # After a reshape the values' batch dimensions have to be known to be those of the weights, or one for all.
+        sizes = dict(zip(self.labels, value(weights).shape, strict=True))
+        is_same = len(self.levels) == 1 or all(
+            statically_known_true(size == 1) or statically_known_true(size == sizes[label])
+            for label, size in zip(others, value(second.operands[1 - side]).shape, strict=True)
+            if label in self.batch
+        )
+        need(is_same, "its values have other batches than its weights")
         operand = second.operands[1 - side], _order(others, [*self.batch, self.column, *extra])
         return operand, tuple([*self.batch, self.row, *extra].index(label) for label in out)
 
 
-def _same_batch(weights: Node, second: Product, side: int) -> bool:
-    """Whether the values' batch dimensions are known to be those of the weights, or one for all."""
-    sizes = dict(zip(second.labels[side], value(weights).shape, strict=True))
-    values = zip(second.labels[1 - side], value(second.operands[1 - side]).shape, strict=True)
-    return all(
-        statically_known_true(size == 1) or statically_known_true(size == sizes[label])
-        for label, size in values
-        if label in sizes and label != second.contracted
-    )
-
-
 def _order(labels: Sequence[Hashable], wanted: Sequence[Hashable]) -> Order:
     return tuple(labels.index(label) if label in labels else None for label in wanted)
-
-
-def _check_between(first: Node, last: Node, chain: Sequence[Node]) -> None:
-    """The fused call stands where the last product stood: nothing it reads, or runs under, may change before."""
-    own, node = {first}, first
-    while node is not last:
-        is_switch = any(switch in op_name(node) for switch in _SWITCHES)
-        _need(not is_switch, "gradients or autocast are switched on or off between its two products")
-        is_own = all(target in own for target in written_by(node))
-        _need(is_own, f"`{node.target}` writes to a tensor between its two products")
-        # Scores and weights are its own to write to, as is what was computed on the way and is no view.
-        if node in chain or (op_name(node) not in VIEWS and not written_by(node)):
-            own.add(node)
-        node = node.next
-    _need(not written_by(last), "its result is written into a tensor that is there already")

@@ -73,19 +73,22 @@ def multihead_forward(
         query, key = turned[0], turned[0] if key is query else turned[1]
     is_batch_first = module.batch_first and not is_turned
     q, k, v = (_heads_first(t, is_batch_first) for t in _project(module, query, key, value))
-    # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
-    is_hint_enough = not is_discarded or (q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0)
     dropout_p = module.dropout if module.training else 0.0
+    is_square = q.shape[2] == k.shape[2] and _num_extra_keys(module) == 0
+    # Asked for weights, torch goes by the mask and not by the hint; where the two are the same the hint is cheaper.
     # A GPU's kernels drop elements each in an order of its own: with dropout the mask stays, and so the kernel.
-    may_look = not (dropout_p and query.is_cuda)
-    is_hinted = is_causal and is_hint_enough
-    is_causal = key_padding_mask is None and (is_hinted or (may_look and _is_causal_mask(module, attn_mask)))
+    is_causal = key_padding_mask is None and (
+        (is_causal and (is_square or not is_discarded))
+        or (is_square and not (dropout_p and query.is_cuda) and _is_causal_mask(attn_mask))
+    )
     k, v = _with_extra_keys(k, module, module.bias_k), _with_extra_keys(v, module, module.bias_v)
     mask = None if is_causal else _mask(module, query, key_padding_mask, attn_mask)
     call = AttentionCall(query=q, key=k, value=v, is_causal=is_causal, dropout_p=dropout_p)
     del q, k, v  # as large as three batches; let go before the output is made
     if is_discarded and mask is not None:
-        heads = _attend_as_with_weights(call, mask, backend)
+        # Computing weights, torch gives NaN to a query without keys; asked for none, its kernels give zeros.
+        edits = Edit("multiply", call.true_scale), Edit("keep" if mask.dtype == torch.bool else "add", mask)
+        heads = attend_edited(call, edits, lambda call: attend(call, backend))
     else:
         heads = attend(replace(call, mask=mask), backend)
     del call
@@ -107,18 +110,11 @@ def _takes_fast_path(module: MultiheadAttention, query: Tensor, key: Tensor, val
     return is_taken and is_plain and not has_gradients and not is_added
 
 
-def _is_causal_mask(module: MultiheadAttention, mask: Tensor | None) -> bool:
+def _is_causal_mask(mask: Tensor | None) -> bool:
     """Whether a mask is the causal one, so that no kernel has to read it; a GPU is not waited for to find out."""
-    is_square = mask is not None and mask.dim() == 2 and mask.shape[0] == mask.shape[1] > 1
-    if mask is None or not is_square or _num_extra_keys(module) or not can_look_into(mask) or mask.requires_grad:
+    if mask is None or mask.dim() != 2 or len(mask) == 1 or not can_look_into(mask) or mask.requires_grad:
         return False
     return bool(_memory.recall((mask,), lambda: is_causal_mask(mask)))
-
-
-def _attend_as_with_weights(call: AttentionCall, mask: Tensor, backend: Backend) -> Tensor:
-    # Computing weights, torch gives NaN to a query without keys; asked for none, its kernels give zeros.
-    edits = Edit("multiply", call.true_scale), Edit("keep" if mask.dtype == torch.bool else "add", mask)
-    return attend_edited(call, edits, lambda call: attend(call, backend))
 
 
 class FlashMultiheadAttention(MultiheadAttention):
@@ -157,23 +153,12 @@ class FlashMultiheadAttention(MultiheadAttention):
         self.backend = backend
 
     @override
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As :meth:`nn.MultiheadAttention.forward`; shapes and masks in :func:`multihead_forward`."""
         # Not in the constructor: a module may be made where no GPU is and moved to one.
         if self.backend != "sdpa" and not torch.compiler.is_compiling():
             _check_available(self.backend, query.device)
-        settings = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        return multihead_forward(self, query, key, value, *settings, backend=BACKENDS[self.backend])
+        return multihead_forward(self, query, *args, **kwargs, backend=BACKENDS[self.backend])
 
     def __prepare_scriptable__(self) -> MultiheadAttention:
         """What ``torch.jit.script`` compiles in its place, with the same parameters: it reads no code of this kind."""
@@ -203,29 +188,28 @@ def _fits(
 ) -> bool:
     """Whether these are plain tensors of the right shapes. Whatever is not, torch's own forward takes or refuses."""
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    if is_tracing or query.is_nested or key.is_nested or value.is_nested:
-        return False
-    if query.dim() not in (2, 3) or key.dim() != query.dim():
+    is_plain = not (is_tracing or query.is_nested or key.is_nested or value.is_nested)
+    if not is_plain or query.dim() not in (2, 3) or key.dim() != query.dim():
         return False
     at = 1 if query.dim() == 3 and module.batch_first else 0  # of the sequence
     rows, columns = query.shape[at], key.shape[at]
     batches = () if query.dim() == 2 else (query.shape[1 - at],)
     sizes = (*batches, columns) if at else (columns, *batches)
     widths = query.shape[-1:], key.shape, value.shape
-    if widths != ((module.embed_dim,), (*sizes, module.kdim), (*sizes, module.vdim)):
-        return False
     bias = module.in_proj_bias
     is_cast = bias is None or bias.dtype == query.dtype or torch.is_autocast_enabled(query.device.type)
-    if not is_cast or (module.bias_k is None) != (module.bias_v is None):
-        return False
-    if key_padding_mask is not None and not _is_mask(key_padding_mask, (*batches, columns)):
-        return False
     per_head = (math.prod(batches) * module.num_heads, rows, columns)
-    return attn_mask is None or _is_mask(attn_mask, (rows, columns), per_head)
+    return (
+        widths == ((module.embed_dim,), (*sizes, module.kdim), (*sizes, module.vdim))
+        and is_cast
+        and (module.bias_k is None) == (module.bias_v is None)
+        and _is_mask(key_padding_mask, (*batches, columns))
+        and _is_mask(attn_mask, (rows, columns), per_head)
+    )
 
 
-def _is_mask(mask: Tensor, *shapes: tuple[int, ...]) -> bool:
-    return mask.shape in shapes and (mask.dtype == torch.bool or mask.is_floating_point())
+def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
+    return mask is None or (mask.shape in shapes and (mask.dtype == torch.bool or mask.is_floating_point()))
 
 
 def _project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,24 +218,21 @@ def _project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tens
     The parts of one product stay views into it: kernels read them where they lie, and the backward pass puts their
     gradients together in one copy.
     """
-    weight, bias = module.in_proj_weight, module.in_proj_bias
+    weight, bias, at = module.in_proj_weight, module.in_proj_bias, module.embed_dim
+
+    def linear(t: Tensor, weight: Tensor, first: int, parts: int = 1) -> Tensor:
+        own_bias = bias if bias is None or parts == 3 else bias[first * at : (first + parts) * at]
+        return F.linear(t, weight, own_bias).view(*t.shape[:-1], parts * module.num_heads, module.head_dim)
+
     if weight is not None and query is key and key is value:
-        q, k, v = _linear(module, query, weight, bias, 3).chunk(3, dim=-2)
+        q, k, v = linear(query, weight, 0, 3).chunk(3, dim=-2)
     elif weight is not None and key is value:
-        at = module.embed_dim
-        q = _linear(module, query, weight[:at], None if bias is None else bias[:at])
-        k, v = _linear(module, key, weight[at:], None if bias is None else bias[at:], 2).chunk(2, dim=-2)
+        q, (k, v) = linear(query, weight[:at], 0), linear(key, weight[at:], 1, 2).chunk(2, dim=-2)
     else:
-        own = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        w_q, w_k, w_v = own if weight is None else weight.chunk(3)
-        b_q, b_k, b_v = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = _linear(module, query, w_q, b_q), _linear(module, key, w_k, b_k), _linear(module, value, w_v, b_v)
+        own = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+        weights = zip((query, key, value), own if weight is None else weight.chunk(3), strict=True)
+        q, k, v = (linear(*pair, index) for index, pair in enumerate(weights))
     return q, k, v
-
-
-def _linear(module: MultiheadAttention, t: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
-    """The product as (..., parts * H, D)."""
-    return F.linear(t, weight, bias).view(*t.shape[:-1], parts * module.num_heads, module.head_dim)
 
 
 def _heads_first(t: Tensor, is_batch_first: bool) -> Tensor:
@@ -263,14 +244,11 @@ def _heads_first(t: Tensor, is_batch_first: bool) -> Tensor:
 
 def _with_extra_keys(split: Tensor, module: MultiheadAttention, learned: Tensor | None) -> Tensor:
     """(B, H, S, D) with the learned key (1, 1, E) and the key of zeros, where the module has them, behind the last."""
-    size = (split.shape[0], module.num_heads, 1, module.head_dim)
-    extra = []
     if learned is not None:
         # Under autocast the projections are of a lower precision than the parameter.
-        extra.append(learned.to(split.dtype).view(1, *size[1:]).expand(size))
-    if module.add_zero_attn:
-        extra.append(split.new_zeros(size))
-    return torch.cat([split, *extra], dim=2) if extra else split
+        one = learned.to(split.dtype).view(1, module.num_heads, 1, module.head_dim)
+        split = torch.cat([split, one.expand(len(split), -1, -1, -1)], dim=2)
+    return F.pad(split, (0, 0, 0, 1)) if module.add_zero_attn else split
 
 
 def _mask(
@@ -291,7 +269,6 @@ def _mask(
     merged = padding if mask is None else mask
     if merged is None:
         return None
-    extra_keys = _num_extra_keys(module)
-    if extra_keys:
+    if extra_keys := _num_extra_keys(module):
         merged = F.pad(merged, (0, extra_keys))  # seen by all: False and 0 alike
     return ~merged if merged.dtype == torch.bool else merged

@@ -14,7 +14,7 @@ from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
-from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, rehearse_whole
+from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 from lightning_accel.techniques.site import Site
 
 
@@ -29,17 +29,15 @@ class MultiheadSite(AttentionSite):
         self._has_weights = False
 
     @override
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = multihead_forward(self.module, *args, **kwargs, backend=backend)
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(by, Rehearsal):
+            # All of it is torch's own code, down to the projections, which are done otherwise too.
+            judged = (lambda outputs: outputs[0]) if caller_discards_weights() else (lambda outputs: outputs)
+            self.rehearse_whole(by, original, args, kwargs, judged=judged)
+            return original(self.module, *args, **kwargs)
+        outputs = multihead_forward(self.module, *args, **kwargs, backend=by)
         self._has_weights = outputs[1] is not None
         return outputs
-
-    @override
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # All of it is torch's own code, down to the projections, which are done otherwise too.
-        judged = (lambda outputs: outputs[0]) if caller_discards_weights() else (lambda outputs: outputs)
-        rehearse_whole(self, rehearsal, original, args, kwargs, judged)
-        return original(self.module, *args, **kwargs)
 
     @override
     def nothing_found(self) -> str | None:

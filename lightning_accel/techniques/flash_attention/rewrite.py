@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lightning_accel.techniques.flash_attention.graph import (
     product_size,
     rank,
     read_product,
+    stand_in,
     value,
     written_by,
 )
@@ -31,10 +32,10 @@ from lightning_accel.techniques.flash_attention.match import find_attention
 
 # From these, and what the module holds, a mask may be computed out of turn: they have no effect but their result.
 _PURE_NAMES = (
-    "getitem getattr size eq ne lt gt le ge __eq__ __ne__ __lt__ __gt__ __le__ __ge__ logical_not logical_and"
-    " logical_or invert __invert__ bitwise_not and_ or_ __and__ __or__ not_ neg add sub rsub __rsub__ mul div floordiv"
-    " mod abs tril triu ones zeros full arange tensor ones_like zeros_like full_like unsqueeze squeeze view expand"
-    " expand_as repeat transpose permute T mT mH to bool int long byte same masked_fill where flip detach narrow select"
+    "getitem getattr size eq ne lt gt le ge logical_not logical_and logical_or invert bitwise_not and or xor not neg"
+    " add sub rsub mul div floordiv mod abs tril triu ones zeros full arange tensor ones_like zeros_like full_like"
+    " unsqueeze squeeze view expand expand_as repeat transpose permute T mT mH to bool int long byte same masked_fill"
+    " where flip detach narrow select"
 )
 _PURE = frozenset(_PURE_NAMES.split())
 _ASK_FOR_SHAPE = frozenset(("size", "ones_like", "zeros_like", "full_like"))
@@ -95,11 +96,6 @@ def _read_writes_as_values(graph: Graph) -> None:
                 graph.erase_node(node)
 
 
-def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a size that takes no memory, for whoever asks for nothing else."""
-    return torch.empty((), dtype=dtype, device=device).expand(size)
-
-
 def _take_sizes_from_operands(graph: Graph) -> None:
     """Lets whoever wants nothing but the shape of scores ask their operands: the scores will not be there."""
     for node in list(graph.nodes):
@@ -113,11 +109,11 @@ def _take_sizes_from_operands(graph: Graph) -> None:
         product = read_product(root)
         if product is None or not equal_sizes(value(root).shape, value(like).shape):
             continue
+        operands: Any = (*product.operands, product.labels, product.out)
         with graph.inserting_before(node):
-            operands: Any = (*product.operands, product.labels, product.out)
             size = graph.call_function(product_size, operands)
-            size.meta = {"example_value": value(like).shape}
             made = graph.call_function(stand_in, (size, value(like).dtype, value(like).device))
+        size.meta = {"example_value": value(like).shape}  # from which on a mask is made of numbers
         made.meta = dict(like.meta)
         node.update_arg(int(is_like), made)
 

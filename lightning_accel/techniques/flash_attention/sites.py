@@ -25,25 +25,20 @@ class AttentionSite(ABC):
         self.module = module
 
     @abstractmethod
-    def fused(self, backend: Backend, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward pass of these arguments, with its attention through ``backend``.
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward pass of these arguments, with its attention through a backend.
 
-        ``original`` is the module's own ``forward``, as a function of ``(module, *args, **kwargs)``.
-        """
-
-    @abstractmethod
-    def rehearsed(self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward pass as the original computes it, with a rehearsal at each of its attentions.
-
-        No code of the user's runs more often than it would without.
+        Given a rehearsal, as the original computes it, and each of its attentions is rehearsed. ``original`` is the
+        module's own ``forward``, as a function of ``(module, *args, **kwargs)``. No code of the user's runs more often
+        than it would without.
         """
 
     def nothing_found(self) -> str | None:
-        """After a call of one of the two: why there was nothing to fuse in what ran; None if there was."""
+        """After a run: why there was nothing to fuse in it; None if there was."""
         return None
 
     def given_up(self) -> str | None:
-        """Why :meth:`fused` should be called no more; None if it should."""
+        """Why it should be run no more; None if it should."""
         return None
 
     def close(self) -> None:  # noqa: B027  # most have captured nothing
@@ -55,19 +50,12 @@ class AttentionSite(ABC):
             name in (type(self.module).__name__, self.site) or self.site.startswith(f"{name}.") for name in names
         )
 
+    def rehearse_whole(
+        self, rehearsal: Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
+    ) -> None:
+        """Tries backends on all that the module computes: for a module whose code nobody watches."""
 
-def rehearse_whole(
-    site: AttentionSite,
-    rehearsal: Rehearsal,
-    original: Forward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    judged: Callable[[Any], Any] = lambda outputs: outputs,
-) -> None:
-    """Tries backends on all that the site's module computes: for a module whose code nobody watches."""
+        def by(backend: Backend) -> Forward:
+            return lambda *args, **kwargs: self.run(backend, original, args, kwargs)
 
-    def by(backend: Backend) -> Forward:
-        return lambda *args, **kwargs: site.fused(backend, original, args, kwargs)
-
-    plain = functools.partial(original, site.module)
-    rehearsal.rehearse(plain, by, args, kwargs, module=site.module, judged=judged)
+        rehearsal.rehearse(functools.partial(original, self.module), by, args, kwargs, module=self.module, **how)

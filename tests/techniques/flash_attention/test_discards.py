@@ -303,7 +303,7 @@ def test_the_user_is_found_behind_a_forward_that_this_package_replaced(x: Tensor
     site = MultiheadSite("attn", attn)
     # A function of the package, as techniques rebind `forward` to.
     package: dict[str, Any] = {"__name__": "lightning_accel.replaced", "site": site, "backend": recorder}
-    exec("def forward(*args, **kwargs): return site.fused(backend, None, args, kwargs)", package)
+    exec("def forward(*args, **kwargs): return site.run(backend, None, args, kwargs)", package)
     attn.forward = package["forward"]  # type: ignore[method-assign]
 
     unpacked(attn, x)

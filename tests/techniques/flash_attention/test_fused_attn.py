@@ -94,7 +94,7 @@ def test_outputs_and_gradients_are_the_modules_own(backend: str, masked: bool) -
     for fused in (False, True):
         x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
         model.zero_grad()
-        out = site.fused(BACKENDS[backend], forward, (x,), kwargs) if fused else forward(model.attn, x, **kwargs)
+        out = site.run(BACKENDS[backend], forward, (x,), kwargs) if fused else forward(model.attn, x, **kwargs)
         out.square().sum().backward()
         results.append([out.detach(), x.grad, *(p.grad for p in model.attn.parameters())])
 
@@ -116,7 +116,7 @@ def test_torchs_own_kernels_come_first_by_their_name_and_others_leave_the_choice
         return x
 
     before = _cur_sdpa_kernel_backends(with_priority=True)
-    site.fused(BACKENDS[name], forward, (torch.zeros(1),), {})
+    site.run(BACKENDS[name], forward, (torch.zeros(1),), {})
 
     first = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}.get(name)
     if first is None:
@@ -134,7 +134,7 @@ def test_an_exception_restores_the_switch() -> None:
         raise RuntimeError("no kernel")
 
     with pytest.raises(RuntimeError, match="no kernel"):
-        site.fused(BACKENDS["flash"], forward, (), {})
+        site.run(BACKENDS["flash"], forward, (), {})
 
     assert site.module.fused_attn is False
 
@@ -146,7 +146,7 @@ def test_training_ends_at_the_same_weights() -> None:
         model = Block()
         site = only_site(model)
         if fused:
-            model.attn.forward = lambda *args, site=site: site.fused(
+            model.attn.forward = lambda *args, site=site: site.run(
                 BACKENDS["sdpa"], SwitchedAttention.forward, args, {}
             )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

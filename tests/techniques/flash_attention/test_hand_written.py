@@ -182,7 +182,7 @@ def test_an_assignment_to_what_the_caller_holds_reaches_it() -> None:
     module, x = make(Writes), batch(2, 16)
     state = torch.rand(4)
     twin = state.clone()
-    HandWrittenSite("attention", module).fused(SDPA, Writes.forward, (x, state), {})
+    HandWrittenSite("attention", module).run(SDPA, Writes.forward, (x, state), {})
     module(x, twin)
     assert torch.equal(state, twin)
 

@@ -44,10 +44,10 @@ def test_a_causal_mask_handed_in_by_the_caller_is_recognised() -> None:
     module, recorder, x = make(Handed), Recorder(), batch(2, 16)
     site = HandWrittenSite("attention", module)
     causal, other = torch.ones(16, 16).tril(), torch.ones(16, 16).tril(-1) + torch.eye(16).flip(0)
-    site.fused(recorder, Handed.forward, (x, causal), {})
+    site.run(recorder, Handed.forward, (x, causal), {})
     assert recorder.calls[-1].is_causal
     with torch.no_grad():
-        actual = site.fused(recorder, Handed.forward, (x, other), {})
+        actual = site.run(recorder, Handed.forward, (x, other), {})
         assert relative_error([actual], [module(x, other)]) < ROUNDING
     assert not recorder.calls[-1].is_causal
 
@@ -105,7 +105,7 @@ def test_rows_that_hide_every_key_are_as_before_nan_or_not(how: str, fill: float
     hide[0, 0, 3] = hide[1, 0, :, 5:] = True
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, hide), x)
-    actual = results(module, lambda x: site.fused(SDPA, Rows.forward, (x, hide), {}), x)
+    actual = results(module, lambda x: site.run(SDPA, Rows.forward, (x, hide), {}), x)
     assert any(tensor.isnan().any() for tensor in expected) == (fill == -math.inf)
     assert relative_error(actual, expected) < ROUNDING
 
@@ -123,7 +123,7 @@ def test_padded_queries_under_a_causal_mask_attend_to_what_they_did() -> None:
     real[0, :4] = False
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
-    actual = results(module, lambda x: site.fused(SDPA, LeftPadded.forward, (x, real), {}), x)
+    actual = results(module, lambda x: site.run(SDPA, LeftPadded.forward, (x, real), {}), x)
     assert relative_error(actual, expected) < ROUNDING
 
 
@@ -155,7 +155,7 @@ def test_left_padding_under_a_causal_mask_is_as_before_gradients_and_nan_too(how
     real[0, :6] = real[2] = False
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
-    actual = results(module, lambda x: site.fused(SDPA, LeftPadded.forward, (x, real), {}), x)
+    actual = results(module, lambda x: site.run(SDPA, LeftPadded.forward, (x, real), {}), x)
     assert relative_error(actual, expected) < ROUNDING
 
 
@@ -171,7 +171,7 @@ def test_a_learned_bias_that_carries_a_mask_keeps_its_nan() -> None:
     real = torch.tensor([[True], [False]]).expand(2, 8)
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
-    actual = results(module, lambda x: site.fused(SDPA, Biased.forward, (x, real), {}), x)
+    actual = results(module, lambda x: site.run(SDPA, Biased.forward, (x, real), {}), x)
     assert relative_error(actual, expected) < ROUNDING
 
 
@@ -187,7 +187,7 @@ def test_masks_broadcast_as_they_did(shape: tuple[int, ...], dtype: torch.dtype)
     mask = (torch.rand(shape) < 0.7).to(dtype)
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, mask), x)
-    actual = results(module, lambda x: site.fused(SDPA, Masked.forward, (x, mask), {}), x)
+    actual = results(module, lambda x: site.run(SDPA, Masked.forward, (x, mask), {}), x)
     assert relative_error(actual, expected) < ROUNDING
 
 
@@ -218,3 +218,19 @@ def test_weights_that_are_set_to_zero_where_their_scores_are_hidden_leave_zeros_
     x[1] = 0
     assert_same(module, HandWrittenSite("attention", module), x, backend=recorder)
     assert recorder.calls
+
+
+def test_a_mask_that_was_one_of_two_joined_is_still_the_one_it_was() -> None:
+    class Joins(Attention):
+        def forward(self, x: Tensor, causal: Tensor, other: Tensor) -> Tensor:
+            both = causal & other
+            q, k, v = self.qkv(x)
+            joined = (q @ k.mT).masked_fill(~both, -1e9).softmax(-1) @ v
+            return self.merge(joined + (q @ k.mT).masked_fill(~causal, -1e9).softmax(-1) @ v)
+
+    module, x = make(Joins), batch(2, 16)
+    masks = torch.ones(16, 16, dtype=torch.bool).tril(), torch.eye(16, dtype=torch.bool)
+    site = HandWrittenSite("attention", module)
+    expected = results(module, lambda x: module(x, *masks), x)
+    actual = results(module, lambda x: site.run(SDPA, Joins.forward, (x, *masks), {}), x)
+    assert relative_error(actual, expected) < ROUNDING

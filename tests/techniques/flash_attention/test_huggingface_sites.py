@@ -66,11 +66,11 @@ def test_a_site_says_why_it_had_nothing_to_fuse() -> None:
     site = sites_of(model)[0]
     hidden = torch.randn(BATCH, LENGTH, 32)
 
-    site.fused(Sdpa(), type(site.module).forward, (hidden,), {})
+    site.run(Sdpa(), type(site.module).forward, (hidden,), {})
     assert site.nothing_found() is None
-    site.fused(Sdpa(), type(site.module).forward, (hidden,), {"output_attentions": True})
+    site.run(Sdpa(), type(site.module).forward, (hidden,), {"output_attentions": True})
     assert "weights are asked for" in str(site.nothing_found())
-    site.fused(Sdpa(), lambda module, x: x, (hidden,), {})
+    site.run(Sdpa(), lambda module, x: x, (hidden,), {})
     assert "did not call transformers" in str(site.nothing_found())
 
 

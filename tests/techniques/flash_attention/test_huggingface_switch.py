@@ -160,7 +160,7 @@ def test_a_module_seen_to_attend_to_all_keys_without_a_mask_forbids_the_switch()
     forward = type(site.module).forward
     expected, _ = forward(site.module, hidden, rotary, None)
 
-    actual, _ = site.fused(Sdpa(), forward, (hidden, rotary, None), {})
+    actual, _ = site.run(Sdpa(), forward, (hidden, rotary, None), {})
 
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert model_switches(model, {each.site for each in sites_of(model)}) == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite, find_multihead
@@ -60,13 +60,20 @@ def test_a_site_takes_the_arguments_of_forward() -> None:
     site = MultiheadSite("attn", plain)
     recorder = Recorder()
 
-    out, weights = site.fused(
+    out, weights = site.run(
         recorder, nn.MultiheadAttention.forward, (*tensors, padding(sizes)), {"need_weights": False}
     )
 
     assert weights is None
     assert len(recorder.calls) == 1
     torch.testing.assert_close(out, plain(*tensors, padding(sizes), need_weights=False)[0])
+
+
+class Standin(Rehearsal):
+    """A rehearsal by a function."""
+
+    def __init__(self, rehearse: Any) -> None:
+        self.rehearse = rehearse  # type: ignore[method-assign]
 
 
 class Block(nn.Module):
@@ -78,13 +85,13 @@ class Block(nn.Module):
         site = self.site = MultiheadSite("attn", self.attn)
         # Functions of the package, as techniques rebind `forward` to, and as trials call both sides from.
         names: dict[str, Any] = {"__name__": "lightning_accel.dispatched", "site": site, "backend": Sdpa(), "seen": []}
-        names |= {"original": nn.MultiheadAttention.forward, "SimpleNamespace": SimpleNamespace}
+        names |= {"original": nn.MultiheadAttention.forward, "Rehearsal": Standin}
         exec(
             "def rehearse(original, fused, args, kwargs, module, judged):\n"
             "    out, _ = fused(backend)(*args, **kwargs)\n"
             "    seen.append(judged((out, 'weights')))\n"
             "def forward(*args, **kwargs):\n"
-            "    return site.rehearsed(SimpleNamespace(rehearse=rehearse), original, args, kwargs)\n",
+            "    return site.run(Rehearsal(rehearse), original, args, kwargs)\n",
             names,
         )
         self.attn.forward = names["forward"]  # type: ignore[method-assign]

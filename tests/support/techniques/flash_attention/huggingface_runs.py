@@ -53,7 +53,7 @@ def fused(model: nn.Module, *, switched: bool = False, backend: Backend | None =
 
         def wrap(original: Any, site: HuggingFaceSite = site) -> Any:
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return site.fused(backend or recording, original, args, kwargs)
+                return site.run(backend or recording, original, args, kwargs)
 
             return forward
 

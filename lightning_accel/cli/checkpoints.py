@@ -71,7 +71,7 @@ def _check_contents(path: Path) -> None:
 
 
 def _read(path: Path, more: str) -> Any:
-    """What torch.save has put into a file; a CheckpointError with ``more`` where that is not tensors and plain values."""
+    """What torch.save has put into a file; a CheckpointError with ``more`` where it is not tensors and plain values."""
     import torch
 
     try:

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_accel.deploy.comparing import compare as compare
-    from lightning_accel.deploy.comparison import Comparison as Comparison
-    from lightning_accel.deploy.comparison import Measured as Measured
     from lightning_accel.deploy.errors import DynamicDimensionError as DynamicDimensionError
     from lightning_accel.deploy.errors import ExportError as ExportError
     from lightning_accel.deploy.errors import MissingPackageError as MissingPackageError
     from lightning_accel.deploy.errors import QuantizeError as QuantizeError
     from lightning_accel.deploy.exporting import Exported as Exported
     from lightning_accel.deploy.exporting import export as export
+    from lightning_accel.deploy.measured_forms import Comparison as Comparison
+    from lightning_accel.deploy.measured_forms import Measured as Measured
     from lightning_accel.deploy.quantizing import Quantized as Quantized
     from lightning_accel.deploy.quantizing import quantize as quantize
 
 _HOMES = {
     "compare": "comparing",
-    **dict.fromkeys(("Comparison", "Measured"), "comparison"),
+    **dict.fromkeys(("Comparison", "Measured"), "measured_forms"),
     **dict.fromkeys(("DynamicDimensionError", "ExportError", "MissingPackageError", "QuantizeError"), "errors"),
     **dict.fromkeys(("Exported", "export"), "exporting"),
     **dict.fromkeys(("Quantized", "quantize"), "quantizing"),

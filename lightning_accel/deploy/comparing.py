@@ -22,7 +22,6 @@ from lightning_accel.deploy import accuracy, form_latency
 from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.candidates import Candidate, make
 from lightning_accel.deploy.combinations import EAGER, split
-from lightning_accel.deploy.comparison import Comparison, Measured
 from lightning_accel.deploy.errors import ExportError, MissingPackageError, QuantizeError
 from lightning_accel.deploy.inputs import (
     Arguments,
@@ -34,6 +33,7 @@ from lightning_accel.deploy.inputs import (
 )
 from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.losses import least_of, measure_of
+from lightning_accel.deploy.measured_forms import Comparison, Measured
 from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
 from lightning_accel.tuning.pairs import RatioInterval

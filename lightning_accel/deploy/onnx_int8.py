@@ -41,7 +41,8 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
     if not ranges:
         # Weights have 7 bits, as inputs take all 8: kernels for processors without VNNI add two products in 16 bits,
         # and saturate beyond (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
-        options["nodes_to_quantize"] += ["_".join((node.name, "MatMul")) for node, _ in found]  # as which it splits a Gemm
+        # It splits a Gemm into two, and the first has this name.
+        options["nodes_to_quantize"] += ["_".join((node.name, "MatMul")) for node, _ in found]
         quantization.quantize_dynamic(path, path, reduce_range=True, **options)
         return
     ranges |= {node.output[0]: _range(layer.module) for node, layer in found if node.op_type == "Conv"}

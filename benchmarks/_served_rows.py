@@ -6,7 +6,7 @@ import re
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.deploy import Comparison
-from lightning_accel.deploy.comparing import Measured
+from lightning_accel.deploy.measured_forms import Measured
 
 COLUMNS = (
     "model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +16,12 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.deploy.combinations import FormName, Precision, check_held
+from lightning_accel.deploy.combinations import FormName, Numbers, check_held
 from lightning_accel.deploy.destination import default_path
 from lightning_accel.deploy.exporting import Exported, export
 from lightning_accel.deploy.forms import FORMS
-from lightning_accel.deploy.inputs import arguments_of, example_in, shapes_in
+from lightning_accel.deploy.inputs import arguments_of, example_in, on_device, shapes_in
+from lightning_accel.deploy.quantizing import quantize
 from lightning_accel.deploy.shapes import Dynamic
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
 
@@ -37,29 +39,38 @@ class ExportBest(Callback):
         example: What ``forward`` takes; by default the module's ``example_input_array``, else the inputs of the first
             training batch.
         dynamic: As of ``export``.
-        precision: As of ``export``.
+        precision: What the form holds: ``"fp16"``, ``"bf16"`` or INT8, as of ``quantize``.
+        calibration: Batches by which smaller numbers are calibrated and tried, as of ``quantize``; ``"int8-static"``
+            cannot do without.
 
     Attributes:
-        exported: What the latest fit has written; None: nothing.
+        exported: What the latest fit has written; None if it has written nothing.
 
     Raises:
-        ValueError: There is no such form, it does not hold this precision, or ``dynamic`` is something else.
+        ValueError: There is no such form, it does not hold this precision, ``dynamic`` is something else, or ranges
+            have no data to be taken from.
         MissingPackageError: The form needs what is not installed.
     """
 
     def __init__(
-        self, form: FormName = "pt2", *, example: Any = None, dynamic: Dynamic = "auto", precision: Precision = "32"
+        self,
+        form: FormName = "pt2",
+        *,
+        example: Any = None,
+        dynamic: Dynamic = "auto",
+        precision: Numbers = "32",
+        calibration: Iterable[Any] | None = None,
     ) -> None:
         super().__init__()
         check_held(form, precision)
-        more = "and INT8 of the checkpoint by `lightning-accel export --precision`"
-        check_choice("precision", precision, get_args(Precision), more)
         check_choice("dynamic", dynamic, get_args(Dynamic))
+        if precision == "int8-static" and calibration is None:
+            raise ValueError("precision='int8-static' takes its ranges from data: calibration=loader.")
         # What the fit trains on is not known yet: asked is what does not hang on that.
-        FORMS[form].check(torch.device("cuda" if form == "tensorrt" else "cpu"))
+        FORMS[form].require(torch.device("cuda" if form == "tensorrt" else "cpu"))
         self.exported: Exported | None = None
         self._form: FormName = form
-        self._example = example
+        self._example, self._calibration = example, calibration
         self._seen: Any = None
         self._dynamic, self._precision = dynamic, precision
 
@@ -96,17 +107,19 @@ class ExportBest(Callback):
         checkpoint = torch.load(best, map_location="cpu", weights_only=False)
         model.load_state_dict(checkpoint["state_dict"])
         path = default_path(best, self._form, self._precision)
+        if self._precision.startswith("int8"):
+            model.cpu()
         example = self._example_for(pl_module, model)
-        return export(model, example, self._form, path=path, dynamic=self._dynamic, precision=self._precision)
+        made = model if self._precision == "32" else quantize(model, self._precision, calibration=self._calibration)
+        return export(made, example, self._form, path=path, dynamic=self._dynamic)
 
     def _example_for(self, pl_module: LightningModule, model: nn.Module) -> Any:
         if self._example is not None:
             return self._example
         if pl_module.example_input_array is not None:
             return pl_module.example_input_array
-        device = device_of(model)
         try:
-            example = map_tensors(lambda tensor: tensor.to(device), example_in(model, self._seen))
+            example = on_device(example_in(model, self._seen), device_of(model))
             args, kwargs = arguments_of(model, example)
             with torch.no_grad():
                 model(*args, **kwargs)
@@ -119,7 +132,7 @@ class ExportBest(Callback):
 
 
 def _best(trainer: Trainer) -> tuple[Path, str]:
-    """The checkpoint of a fit that is exported, and what is to be said of the choice; empty: it is the only one.
+    """The checkpoint of a fit that is exported, and what is to be said of the choice, empty if there was none.
 
     Raises:
         FileNotFoundError: There is none in one file.

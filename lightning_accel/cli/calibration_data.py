@@ -41,11 +41,7 @@ def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, 
 
 
 def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
-    """The first batches that the model was trained with, of the loader that its Trainer had set up.
-
-    Raises:
-        CheckpointError: They are not known, or cannot be had here.
-    """
+    """The first batches that the model was trained with; a CheckpointError where they cannot be had here."""
     from lightning_accel.lightning.packages import is_overridden
 
     given = "INT8 with ranges of its own takes them from data, and"
@@ -72,7 +68,7 @@ def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
 
 
 def _noted_module(checkpoint: Path) -> LightningDataModule | None:
-    """The data module as LightningCLI has noted it, in config.yaml beside a checkpoint or in it; None: it has not."""
+    """The data module as LightningCLI has noted it, beside a checkpoint or in it; None if it has not."""
     from lightning_accel.lightning.packages import LightningDataModule, classes
 
     if found := checkpoints.noted(checkpoint, "data"):

@@ -43,11 +43,7 @@ def load_model(path: Path, model: str | None) -> LightningModule:
 
 
 def _loaded(kind: Any, option: str, path: Path) -> LightningModule:
-    """A module of a class.
-
-    Raises:
-        CheckpointError: It is no LightningModule, or cannot be made of this file.
-    """
+    """A module of a class; a CheckpointError where it is no LightningModule, or cannot be made of this file."""
     from lightning_accel.lightning.packages import LightningModule
 
     if not (isinstance(kind, type) and issubclass(kind, LightningModule)):
@@ -56,19 +52,15 @@ def _loaded(kind: Any, option: str, path: Path) -> LightningModule:
         with running(option):
             return kind.load_from_checkpoint(path, map_location="cpu")
     except CheckpointError as error:
-        _contents(path)
+        _check_contents(path)
         more = "its class needs arguments that are not in it: self.save_hyperparameters() in __init__ puts them there"
         if not isinstance(error.__cause__, TypeError):
             more = "it has been trained as another class, or with other code"
         raise CheckpointError(f"{path} cannot be loaded. {error} If nothing else is wrong, {more}.") from error
 
 
-def _contents(path: Path) -> Any:
-    """What is in a file of a Trainer's.
-
-    Raises:
-        CheckpointError: It cannot be read, or is another kind of file.
-    """
+def _check_contents(path: Path) -> None:
+    """Raises a CheckpointError where a file cannot be read, or is no Trainer's."""
     found = _read(path, "ModelCheckpoint and Trainer.save_checkpoint write such as it takes.")
     if not isinstance(found, dict) or not {"state_dict", "pytorch-lightning_version"} <= set(found):
         has = f"with {', '.join(map(str, list(found)[:3]))}, ..." if isinstance(found, dict) and found else "of others"
@@ -76,16 +68,10 @@ def _contents(path: Path) -> Any:
             f"{path} is no checkpoint of Lightning's, but a file {has}: give one that ModelCheckpoint or"
             " Trainer.save_checkpoint has written; those have the class's arguments, too."
         )
-    return found
 
 
 def _read(path: Path, more: str) -> Any:
-    """What torch.save has put into a file, tensors and plain values; ``more`` says what it should be.
-
-    Raises:
-        CheckpointError: It is damaged, or holds something else.
-        OSError: It cannot be opened.
-    """
+    """What torch.save has put into a file; a CheckpointError with ``more`` where it is not tensors and plain values."""
     import torch
 
     try:
@@ -113,16 +99,12 @@ class Noted:
     section: dict[str, Any]  # what the file says of it, arguments and all
 
     def load(self, section: str) -> Any:
-        """The class.
-
-        Raises:
-            CheckpointError: It cannot be imported here.
-        """
+        """The class; a CheckpointError where it cannot be imported here."""
         return named(":".join(self.class_path.rpartition(".")[::2]), f"{self.config}, {section}.class_path:")
 
 
 def noted(path: Path, section: str) -> Noted | None:
-    """The class of a section (``"model"``, ``"data"``) in config.yaml beside a checkpoint; None: it has none."""
+    """The class of a section (``"model"``, ``"data"``) in config.yaml beside a checkpoint; None if it has none."""
     import yaml
 
     for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
@@ -140,8 +122,7 @@ def noted(path: Path, section: str) -> Noted | None:
 def _by_noted_class(path: Path) -> LightningModule:
     """Of the class that LightningCLI has noted in the checkpoint, or in config.yaml beside it.
 
-    Raises:
-        CheckpointError: It has not: it was told a class of its own (``LightningCLI(Digits)``), or was not used.
+    It has not where it was told a class of its own, ``LightningCLI(Digits)``: then this raises a CheckpointError.
     """
     from lightning_accel.lightning.packages import LightningModule, classes
 
@@ -154,7 +135,7 @@ def _by_noted_class(path: Path) -> LightningModule:
         if type(loaded) not in classes(LightningModule):
             return loaded
     except CheckpointError as error:
-        _contents(path)
+        _check_contents(path)
         why = "" if "state_dict for LightningModule:" in str(error) else f" ({said_of(error.__cause__ or error)})"
     raise CheckpointError(
         f"{path}: neither it nor a {CONFIG} beside it names its class, as LightningCLI notes one that was chosen by"

@@ -7,20 +7,16 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_accel.cli import checkpoints
 from lightning_accel.cli.compare_command import share
 from lightning_accel.cli.users_code import CheckpointError, batches_of, called
 
-if TYPE_CHECKING:
-    from lightning_accel.deploy.comparing import Comparison
-
 COMPARED, WORSE = 0, 1
 """Exit statuses; others are of :mod:`lightning_accel.cli.exit_codes`."""
 
-MAX_BATCHES = 50
-"""So many batches of the data are looked at."""
+MAX_BATCHES = 50  # of the data, that are looked at
 
 
 def add_parser(subcommands: Any) -> None:
@@ -75,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        show(found)
+        print(found)
         if record is not None:
             print(f"With its plot in the report of the run: lightning-accel report {record}")
     return WORSE if found.worse else COMPARED
@@ -125,52 +121,3 @@ def _record_of(run: Path | None, checkpoint: Path) -> Path | None:
     folders = checkpoint.resolve().parents[:2]  # checkpoints/ lies in the folder of its run
     run = next((folder for folder in folders if any(folder.glob(f"{FOLDER}/*-*.jsonl"))), None)
     return None if run is None else read_record(run).path
-
-
-_WIDE = 1 << 16
-"""Columns: tables take what they need, and lines end where a terminal wraps them, not in a cell."""
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def show(found: Comparison) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from lightning_accel.core.byte_size import format_bytes
-
-    metrics = list(next(iter(found.forms.values())).scores)
-    sizes = list(next(iter(found.forms.values())).samples_per_sec)
-    table = Table("form", "p50 ms", "p95", "p99", "speed", box=None)
-    for name in (*(f"{size}: samples/s" for size in sizes), "first ms", "on disk", "in memory", "error"):
-        table.add_column(name)
-    scores = Table("form", *metrics, box=None)
-    for name, form in found.forms.items():
-        timing = form.latency
-        row = [name, *map(_ms, (timing.p50, timing.p95, timing.p99)), str(form.speedup)]
-        row += [f"{form.samples_per_sec[size]:,.0f}" if size in form.samples_per_sec else "no" for size in sizes]
-        memory = "" if form.memory_bytes is None else format_bytes(form.memory_bytes)
-        row += [_ms(form.first_call_ms), format_bytes(form.disk_bytes), memory, f"{form.error:.1e}"]
-        style = "red" if name in found.worse else ""
-        table.add_row(*map(escape, row), style=style)
-        scores.add_row(*map(escape, (name, *(str(form.scores[metric]) for metric in metrics))), style=style)
-    console = Console(width=_WIDE)
-    console.print(table)
-    if metrics:
-        console.print(scores)
-    for name, why in found.left_out.items():
-        console.print(escape(f"! {name}: {why}"))
-    for name, form in found.forms.items():
-        for remark in form.remarks:
-            console.print(escape(f"  {name}: {remark}"))
-    for name, dropped in found.worse.items():
-        for metric in dropped:
-            score = found.forms[name].scores[metric]
-            interval = f"[{score.drop_low:.3g}, {score.drop_high:.3g}]"
-            console.print(
-                escape(f"! {name}: {metric} is worse by {score.drop:.3g} {interval}, allowed {found.max_drop:g}")
-            )
-    console.print(escape(f"Take {found.recommended}: {found.why}"))

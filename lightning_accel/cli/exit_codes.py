@@ -63,8 +63,7 @@ def _say(command: str, line: str) -> None:
 def _in_words(error: Exception) -> str:
     """What is wrong, and the line of the user's code where that is not said yet."""
     from lightning_accel.cli.users_code import CheckpointError
-    from lightning_accel.deploy.errors import ExportError, QuantizeError, in_words, users_line_of
-    from lightning_accel.deploy.int8 import MissingPackageError
+    from lightning_accel.deploy.errors import ExportError, MissingPackageError, QuantizeError, in_words, users_line_of
 
     if isinstance(error, CheckpointError | ExportError | QuantizeError | MissingPackageError):
         return str(error)

@@ -6,30 +6,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_accel.deploy.comparing import Comparison as Comparison
-    from lightning_accel.deploy.comparing import Measured as Measured
     from lightning_accel.deploy.comparing import compare as compare
     from lightning_accel.deploy.errors import DynamicDimensionError as DynamicDimensionError
     from lightning_accel.deploy.errors import ExportError as ExportError
+    from lightning_accel.deploy.errors import MissingPackageError as MissingPackageError
     from lightning_accel.deploy.errors import QuantizeError as QuantizeError
     from lightning_accel.deploy.exporting import Exported as Exported
     from lightning_accel.deploy.exporting import export as export
-    from lightning_accel.deploy.int8 import MissingPackageError as MissingPackageError
+    from lightning_accel.deploy.measured_forms import Comparison as Comparison
+    from lightning_accel.deploy.measured_forms import Measured as Measured
     from lightning_accel.deploy.quantizing import Quantized as Quantized
     from lightning_accel.deploy.quantizing import quantize as quantize
 
 _HOMES = {
-    "Comparison": "comparing",
-    "DynamicDimensionError": "errors",
-    "ExportError": "errors",
-    "Exported": "exporting",
-    "Measured": "comparing",
-    "MissingPackageError": "int8",
-    "QuantizeError": "errors",
-    "Quantized": "quantizing",
     "compare": "comparing",
-    "export": "exporting",
-    "quantize": "quantizing",
+    **dict.fromkeys(("Comparison", "Measured"), "measured_forms"),
+    **dict.fromkeys(("DynamicDimensionError", "ExportError", "MissingPackageError", "QuantizeError"), "errors"),
+    **dict.fromkeys(("Exported", "export"), "exporting"),
+    **dict.fromkeys(("Quantized", "quantize"), "quantizing"),
 }
 
 __all__ = [*_HOMES]

@@ -14,8 +14,8 @@ from torchmetrics.wrappers import BootStrapper
 from lightning_accel.core.device import device_of
 from lightning_accel.core.random_streams import seed_streams
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
-from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.deploy.inputs import arguments_of, inputs_and_targets, shapes_in
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.deploy.inputs import arguments_of, inputs_and_targets, on_device, shapes_in
 from lightning_accel.deploy.losses import compared, loss
 
 RESAMPLES = 100
@@ -24,22 +24,13 @@ _BOUNDS = torch.tensor([0.025, 0.975])
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one form.
+    """One metric of one form."""
 
-    Attributes:
-        value: On the data as they are.
-        low: The lower bound of its 95% interval, over samples drawn anew.
-        high: The upper bound.
-        drop: By how much it is worse than the original's; negative where it is better.
-        drop_low: The lower bound of that, over the same samples for both.
-        drop_high: The upper bound.
-    """
-
-    value: float
-    low: float
+    value: float  # on the data as they are
+    low: float  # of its 95% interval, over samples drawn anew
     high: float
-    drop: float
-    drop_low: float
+    drop: float  # by how much it is worse than the original's; negative where it is better
+    drop_low: float  # of the interval of that, over the same samples for both
     drop_high: float
 
     def __str__(self) -> str:
@@ -55,11 +46,7 @@ class Judged:
 
 
 def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """One metric by its class's name, several by theirs.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """One metric by its class's name, several by theirs; a TypeError where it is something else."""
     if metrics is None:
         return {}
     found = dict(metrics) if isinstance(metrics, Mapping) else {type(metrics).__name__: metrics}
@@ -80,15 +67,13 @@ def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], me
     """
     device = device_of(model)
     plain = {name: metric.clone().to(device) for name, metric in metrics.items()}
-    drawn = {
-        name: BootStrapper(metric.clone(), RESAMPLES, raw=True, mean=False, std=False).to(device)
-        for name, metric in metrics.items()
-    }
+    options: Any = {"num_bootstraps": RESAMPLES, "raw": True, "mean": False, "std": False}
+    drawn = {name: BootStrapper(metric.clone(), **options).to(device) for name, metric in metrics.items()}
     outputs = []
     with torch.no_grad(), StateSnapshot(None, Level.RANDOM, device):
         seed_streams(0, device)  # the same samples for every form
         for batch in batches:
-            inputs, targets = map_tensors(lambda t: t.to(device), inputs_and_targets(model, batch))
+            inputs, targets = on_device(inputs_and_targets(model, batch), device)
             args, kwargs = arguments_of(model, inputs)
             found = [one.to(device) for one in tensors_in(call(*args, **kwargs))]
             outputs.append(compared(found))

@@ -11,8 +11,7 @@ from lightning_accel.techniques.flash_attention.masks import added
 class SplitAttention(nn.Module):
     """The same attention for inference: projections are four ``nn.Linear``, where torch holds three as one parameter.
 
-    Torch's own way to do this, ``torch.ao.nn.quantizable.MultiheadAttention``, gives other numbers with
-    ``batch_first`` (torch 2.13: off by as much as the result).
+    Torch's own, ``torch.ao.nn.quantizable.MultiheadAttention``, gives other numbers with ``batch_first`` (torch 2.13).
     """
 
     in_proj_bias = None  # by which nn.TransformerEncoderLayer sees that its fused form is not for this one

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.deploy.agreement import Judge, differs
+from lightning_accel.deploy.agreement import differs
+from lightning_accel.deploy.captured import Captured, inputs_of
 from lightning_accel.deploy.errors import DynamicDimensionError, ExportError, in_words, users_line_of
 from lightning_accel.deploy.first_divergence import first_off
-from lightning_accel.deploy.forms import Captured, ExportForm, inputs_of
+from lightning_accel.deploy.forms import ExportForm
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
 from lightning_accel.deploy.losses import is_finite
@@ -27,8 +28,9 @@ from lightning_accel.deploy.shapes import (
     other_numbers,
     other_sizes,
     sizes_of,
-    widened,
 )
+
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,13 @@ class Checked:
 
 @dataclass(frozen=True)
 class Check:
-    """What a file is held against."""
+    """What a file is compared with."""
 
     original: nn.Module
     arguments: Arguments  # the example
     dynamic: Dynamic  # as asked for
     form: ExportForm  # what was written
-    judge: Judge  # says how a form is off
+    quantized: nn.Module | None  # the original in torch's INT8, for a form that has made its own
 
     def example(self) -> None:
         """Raises where the original does not take the example, or returns nothing by which a form could be checked."""
@@ -79,20 +81,20 @@ class Check:
             DynamicDimensionError: A dimension that was asked to be open is not.
             ExportError: It cannot be loaded, or computes something else.
         """
-        call = self._loaded(path)
-        dimensions = captured.dimensions
+        try:
+            call = self.form.load(path, device_of(self.original))
+        except Exception as error:  # it has no kernel for an operator in these numbers, say
+            raise ExportError(f"form={self.form.name!r} cannot load what it has written: {in_words(error)}.") from error
         fixed = _fixed(captured) if self.form.has_graph else {}
-        open_ones = [one for one in dimensions if one not in fixed]
-        sizes = sizes_of(self.arguments, open_ones)
+        open_ones = [one for one in captured.dimensions if one not in fixed]
         taken: list[tuple[Name, Arguments]] = []
         at_most: dict[Dimension, int] = {}
-        for name, size in sizes.items():
+        for name, size in sizes_of(self.arguments, open_ones).items():
             alike = [one for one in open_ones if one.name == name]
             tried = other_sizes(self.arguments, open_ones, name)
             possible = {other: one for other, one in tried.items() if _outputs(self.original, one) is not None}
-            if not self.form.has_graph and (
-                not possible or any(_outputs(call, one) is None for one in possible.values())
-            ):
+            takes_all = all(_outputs(call, one) is not None for one in possible.values())
+            if not self.form.has_graph and not (possible and takes_all):
                 fixed |= dict.fromkeys(alike, size)
                 continue
             if possible and max(possible) < size:
@@ -101,22 +103,20 @@ class Check:
         if fixed and self.dynamic != "auto":
             raise DynamicDimensionError(self._in_one_size(fixed, captured))
         calls = [self.arguments, *(one for _, one in taken)]
-        failure, error = self.judge(self.original, call, calls)
+        failure, error = self._differs(call, calls)
         advice = self._about_sizes(call, taken) if failure and not self.form.has_graph else ""
-        if not failure and (others := [one for one in [other_numbers(self.arguments)] if self._is_finite(one)]):
-            failure, more = self.judge(self.original, call, others)
+        others = other_numbers(self.arguments)
+        if not failure and (outputs := _outputs(self.original, others)) is not None and is_finite(outputs):
+            failure, more = self._differs(call, [others])
             failure, error = failure and f"{failure} with other numbers than the example's", max(error, more)
         if failure:
-            raise ExportError(
-                f"{self._said(failure)}.{self._why(call, calls, path.parent)}{advice} Nothing was written."
-            )
+            verb = "computes " if failure.startswith("other numbers") else ""
+            why = self._why(call, calls, path.parent)
+            raise ExportError(f"form={self.form.name!r} {verb}{failure}.{why}{advice} Nothing was written.")
         return Checked(fixed, at_most, calls, error)
 
-    def _loaded(self, path: Path) -> Callable[..., Any]:
-        try:
-            return self.form.load(path, device_of(self.original))
-        except Exception as error:  # it has no kernel for an operator in these numbers, say
-            raise ExportError(f"form={self.form.name!r} cannot load what it has written: {in_words(error)}.") from error
+    def _differs(self, call: Call, calls: list[Arguments]) -> tuple[str, float]:
+        return differs(self.original, call, calls, self.quantized)
 
     def _in_one_size(self, fixed: Mapping[Dimension, int], captured: Captured) -> str:
         named = ", ".join(f"{label(one, captured)} is {size}" for one, size in fixed.items())
@@ -125,55 +125,39 @@ class Check:
             " that number. dynamic='auto' leaves such dimensions fixed."
         )
 
-    def _about_sizes(self, call: Callable[..., Any], taken: list[tuple[Name, Arguments]]) -> str:
+    def _about_sizes(self, call: Call, taken: list[tuple[Name, Arguments]]) -> str:
         """What to do where it is a size of the example's that the file holds."""
         for dynamic, names in (("batch", ["batch"]), ("off", [])):
             calls = [self.arguments, *(one for name, one in taken if name in names)]
-            if len(calls) <= len(taken) and not self.judge(self.original, call, calls)[0]:
+            if len(calls) <= len(taken) and not self._differs(call, calls)[0]:
                 return (
                     f" The file holds a size of the example's: dynamic={dynamic!r} writes it for calls of that size"
                     " only, 'pt2' and 'onnx' take any."
                 )
         return ""
 
-    def _is_finite(self, arguments: Arguments) -> bool:
-        outputs = _outputs(self.original, arguments)
-        return outputs is not None and is_finite(outputs)
-
-    def _said(self, failure: str) -> str:
-        return f"form={self.form.name!r} {'computes ' if failure.startswith('other numbers') else ''}{failure}"
-
-    def _why(self, call: Callable[..., Any], calls: list[Arguments], folder: Path) -> str:
+    def _why(self, call: Call, calls: list[Arguments], folder: Path) -> str:
         """Where, or why, a form's numbers are off."""
         first, second = (_outputs(self.original, self.arguments) or [] for _ in range(2))
-        if not all(
-            torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(first, second, strict=False)
-        ):
+        pairs = zip(first, second, strict=False)
+        if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
             return " The model draws random numbers: two calls of its own differ, and the file draws others."
         for index, (one, other) in enumerate(zip(first, _outputs(call, self.arguments) or [], strict=False)):
             if one.dtype != other.dtype:
                 return f" Output {index} is {other.dtype} in the file and {one.dtype} in the model."
         if any(one.dtype == torch.float64 for one in first) and self.form.name != "pt2":
             return " The model returns float64, and the form may compute in float32 inside: return that, or take 'pt2'."
-        # Compiling part after part would take too long.
-        where = self._where(calls, folder) if self.form.name != "aoti" else ""
-        return f" It begins in {where}." if where else ""
 
-    def _where(self, calls: list[Arguments], folder: Path) -> str:
-        """The module in which a form begins to differ: of those that are off when written alone the innermost first."""
-
-        def is_off(module: nn.Module, calls: list[Arguments]) -> bool:
-            dimensions = dimensions_of(calls[0], "auto")
-            prepared = module if self.judge is differs else self.form.prepared(module)
-            part = Captured(prepared, widened(calls[0], dimensions), dimensions, self.form.fuses_attention)
+        def is_off(name: str, calls: list[Arguments]) -> bool:
+            module = self.original.get_submodule(name)
+            quantized = None if self.quantized is None else self.quantized.get_submodule(name)
             path = folder / f"part{self.form.ending}"
-            try:
-                self.form.write(part, path)
-                return bool(self.judge(module, self.form.load(path, device_of(self.original)), calls)[0])
-            except Exception:  # it takes or returns what a form cannot
-                return False
+            self.form.write(self.form.captured(module, calls[0], dimensions_of(calls[0], "auto"), quantized), path)
+            return bool(differs(module, self.form.load(path, device_of(self.original)), calls, quantized)[0])
 
-        return first_off(self.original, calls, is_off)
+        # Compiling part after part would take too long.
+        where = "" if self.form.name == "aoti" else first_off(self.original, calls, is_off)
+        return f" It begins in {where}." if where else ""
 
 
 def label(one: Dimension, captured: Captured) -> str:
@@ -190,8 +174,8 @@ def _fixed(captured: Captured) -> dict[Dimension, int]:
     return {one: int(size) for one, size in sizes.items() if size.isdigit()}
 
 
-def _outputs(call: Callable[..., Any], arguments: Arguments) -> list[Tensor] | None:
-    """The tensors that a call returns; None: it fails, as for a sequence longer than its table of positions."""
+def _outputs(call: Call, arguments: Arguments) -> list[Tensor] | None:
+    """The tensors that a call returns; None if it fails, as for a sequence longer than its table of positions."""
     args, kwargs = arguments
     try:
         return tensors_in(call(*args, **kwargs))

@@ -30,7 +30,6 @@ HOLDS: Mapping[FormName, tuple[Numbers, ...]] = {
 
 
 def forms_with(numbers: str) -> list[str]:
-    """The forms that hold them."""
     return [form for form, held in HOLDS.items() if numbers in held]
 
 

@@ -6,7 +6,6 @@ import inspect
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,93 +16,34 @@ from torchmetrics import Metric
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.device import device_of
-from lightning_accel.core.measured import finite
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.report import one_line
-from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy import accuracy, form_latency
-from lightning_accel.deploy.accuracy import Judged, Score
+from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.candidates import Candidate, make
 from lightning_accel.deploy.combinations import EAGER, split
-from lightning_accel.deploy.errors import ExportError, QuantizeError
-from lightning_accel.deploy.form_latency import Latency
-from lightning_accel.deploy.inputs import Arguments, arguments_of, batch_size_of, inputs_and_targets, shapes_in
-from lightning_accel.deploy.int8 import MissingPackageError, without_deprecations
-from lightning_accel.deploy.losses import measure_of
+from lightning_accel.deploy.errors import ExportError, MissingPackageError, QuantizeError
+from lightning_accel.deploy.inputs import (
+    Arguments,
+    arguments_of,
+    batch_size_of,
+    inputs_and_targets,
+    on_device,
+    shapes_in,
+)
+from lightning_accel.deploy.int8 import without_deprecations
+from lightning_accel.deploy.losses import least_of, measure_of
+from lightning_accel.deploy.measured_forms import Comparison, Measured
 from lightning_accel.deploy.quantizing import MAX_ERROR
 from lightning_accel.deploy.shapes import dimensions_of, resized
 from lightning_accel.experiment.pair_test import RatioInterval
 
-BATCH_SIZES = (1, 8, 32)
-MAX_DROP = 0.01
 AS_FAST = 1.05
 """Of forms that differ by less in latency the smaller one is taken."""
 
 _AS_FAST_AS_ITSELF = RatioInterval(1.0, 1.0, 1.0)
-
 _ROUNDING = 0.01
 """Of the outputs' norm: what forms of the same numbers are off by stays below, in bfloat16 too."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One form.
-
-    Attributes:
-        latency: At batch 1.
-        speedup: How many times as fast as the original that is.
-        samples_per_sec: Batch size → throughput; without those that the form does not take.
-        first_call_ms: Loading, and calling it for the first time.
-        disk_bytes: Of its file, or of the saved weights.
-        memory_bytes: Of the weights, or by how much a process grows that loads the file; None: not known.
-        error: How far its outputs are off on the data, as a share of the norm of the original's.
-        scores: Metric → value, interval and drop.
-        remarks: What is to be known of it: layers left in float, dimensions that are fixed.
-    """
-
-    latency: Latency
-    speedup: RatioInterval
-    samples_per_sec: Mapping[int, float]
-    first_call_ms: float
-    disk_bytes: int
-    memory_bytes: int | None
-    error: float
-    scores: Mapping[str, Score]
-    remarks: tuple[str, ...]
-
-    def drops_more_than(self, limit: float) -> list[str]:
-        """The metrics that are worse than the original's by more."""
-        return [name for name, score in self.scores.items() if not score.drop <= limit]  # NaN is worse
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What :func:`compare` has found.
-
-    Attributes:
-        forms: Name → what was measured; the first is ``"eager"``, the original.
-        left_out: Name → why a form is not among them.
-        max_drop: What a metric may be worse by.
-        recommended: The form to take.
-        why: In words.
-    """
-
-    forms: Mapping[str, Measured]
-    left_out: Mapping[str, str]
-    max_drop: float
-    recommended: str
-    why: str
-
-    @property
-    def worse(self) -> dict[str, list[str]]:
-        """Form → the metrics that it drops by more than the limit."""
-        found = {name: form.drops_more_than(self.max_drop) for name, form in self.forms.items()}
-        return {name: metrics for name, metrics in found.items() if metrics}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON; what is infinite is None."""
-        found: dict[str, Any] = finite({**asdict(self), "worse": self.worse})
-        return found
 
 
 def compare(
@@ -112,8 +52,8 @@ def compare(
     loader: Iterable[Any],
     metrics: Metric | Mapping[str, Metric] | None = None,
     *,
-    batch_sizes: Sequence[int] = BATCH_SIZES,
-    max_drop: float = MAX_DROP,
+    batch_sizes: Sequence[int] = (1, 8, 32),
+    max_drop: float = 0.01,
     max_batches: int = 50,
     seconds: float = 5.0,
 ) -> Comparison:
@@ -145,9 +85,8 @@ def compare(
     if not batches:
         raise ValueError("loader gave no batches: give one of (inputs, targets) such as the model will be served.")
     original, wanted = plain_copy(model), accuracy.named(metrics)
-    device = device_of(original)
     first = arguments_of(original, inputs_and_targets(original, batches[0])[0])
-    first = map_tensors(lambda t: t.to(device), first)
+    first = on_device(first, device_of(original))
     candidates: dict[str, Candidate] = {}
     judged: dict[str, Judged] = {}
     left_out: dict[str, str] = {}
@@ -166,7 +105,21 @@ def compare(
                 if name == EAGER:
                     raise _not_taken(original, first, error) from error
                 left_out[name] = one_line(error)
-        measured = _measured(candidates, judged, wanted, first, batch_sizes, seconds, device)
+        spent, per_second = _timed(candidates, first, batch_sizes, seconds, device_of(original))
+    measured = {
+        name: Measured(
+            latency=form_latency.latency_of(times),
+            speedup=_AS_FAST_AS_ITSELF if name == EAGER else form_latency.speedup_of(spent[EAGER], times),
+            samples_per_sec=per_second[name],
+            first_call_ms=candidates[name].first_call_ms,
+            disk_bytes=candidates[name].disk_bytes,
+            memory_bytes=candidates[name].memory_bytes,
+            error=accuracy.error_of(judged[name], judged[EAGER]),
+            scores=accuracy.scores_of(judged[name], judged[EAGER], wanted),
+            remarks=candidates[name].remarks,
+        )
+        for name, times in spent.items()
+    }
     recommended, why = _recommended(measured, max_drop)
     return Comparison(measured, left_out, max_drop, recommended, why)
 
@@ -184,11 +137,10 @@ def _check(forms: Sequence[str], batch_sizes: Sequence[int], max_drop: float, ma
 
 
 def _off(name: str, form: Judged, original: Judged) -> str:
-    """How a form computes other numbers on the data, of which its own check has seen one batch; empty: it does not."""
+    """How a form computes other numbers on the data, on which its own check saw one batch; empty if it does not."""
     error = accuracy.error_of(form, original)
-    # Of whole numbers one of each output may differ: rounding decides which is the largest of two that are level.
-    whole = [1 / t.numel() for outputs in original.outputs for t in outputs if not t.is_floating_point()]
-    allowed = max([_ROUNDING if split(name)[1] == "32" else MAX_ERROR, *whole])
+    least = _ROUNDING if split(name)[1] == "32" else MAX_ERROR
+    allowed = max(least_of(outputs, least) for outputs in original.outputs)
     if error <= allowed:
         return ""
     measure = measure_of(original.outputs)
@@ -209,44 +161,22 @@ def _not_taken(model: nn.Module, arguments: Arguments, error: Exception) -> Exce
     )
 
 
-def _measured(
-    candidates: Mapping[str, Candidate],
-    judged: Mapping[str, Judged],
-    metrics: Mapping[str, Metric],
-    first: Arguments,
-    batch_sizes: Sequence[int],
-    seconds: float,
-    device: torch.device,
-) -> dict[str, Measured]:
+def _timed(
+    candidates: Mapping[str, Candidate], first: Arguments, batch_sizes: Sequence[int], seconds: float, device: Any
+) -> tuple[dict[str, list[float]], dict[str, dict[int, float]]]:
+    """Name → seconds of calls at batch 1, and batch size → samples per second; without what a form does not take."""
     batched = dimensions_of(first, "batch")
-    calls = {name: candidate.call for name, candidate in candidates.items()}
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
     for size in dict.fromkeys((1, *batch_sizes)):
         arguments = resized(first, batched, {"batch": size}) if batch_size_of(first) else first
-        able = {name: call for name, call in calls.items() if _takes(call, arguments)}
+        able = {name: one.call for name, one in candidates.items() if _takes(one.call, arguments)}
         found = form_latency.timed(able, arguments, seconds * len(able), device)
         for name, times in found.items():
             if size in batch_sizes:
                 per_second[name][size] = form_latency.per_second(times, size)
         spent = spent or found
-    return {
-        name: Measured(
-            latency=form_latency.latency_of(spent[name]),
-            speedup=RatioInterval(1.0, 1.0, 1.0)
-            if name == EAGER
-            else form_latency.speedup_of(spent[EAGER], spent[name]),
-            samples_per_sec=per_second[name],
-            first_call_ms=candidate.first_call_ms,
-            disk_bytes=candidate.disk_bytes,
-            memory_bytes=candidate.memory_bytes,
-            error=accuracy.error_of(judged[name], judged[EAGER]),
-            scores=accuracy.scores_of(judged[name], judged[EAGER], metrics),
-            remarks=candidate.remarks,
-        )
-        for name, candidate in candidates.items()
-        if name in spent
-    }
+    return spent, per_second
 
 
 def _takes(call: Any, arguments: Arguments) -> bool:
@@ -262,8 +192,11 @@ def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, s
     exact = {name: form for name, form in forms.items() if not form.drops_more_than(max_drop)}
     faster = {name: form for name, form in exact.items() if form.speedup.low > 1}
     if not faster:
-        dropped = len(forms) - len(exact)
-        more = f" ({dropped} dropped a metric by more than {max_drop:g})" if dropped else ""
+        more = (
+            f" ({len(forms) - len(exact)} dropped a metric by more than {max_drop:g})"
+            if len(exact) < len(forms)
+            else ""
+        )
         return EAGER, f"no other form is proven to be faster at batch 1 and as exact{more}"
     quickest = min(form.latency.p50 for form in faster.values())
     alike = [name for name, form in faster.items() if form.latency.p50 <= AS_FAST * quickest]

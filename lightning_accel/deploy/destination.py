@@ -7,26 +7,26 @@ import tempfile
 from pathlib import Path
 
 from lightning_accel.core.atomic_write import is_special
-from lightning_accel.deploy.combinations import Numbers
-from lightning_accel.deploy.forms import FORMS, ExportForm
+from lightning_accel.deploy.forms import FORMS
 
 
-def target_of(path: str | Path | None, form: ExportForm, numbers: Numbers) -> Path:
+def target_of(path: str | Path | None, form: str, precision: str) -> Path:
     """The file to be written; by default ``model``, in the working folder, with what tells it from other forms.
 
     Raises:
         OSError: It is a folder, or a device.
         ValueError: It has an ending that the form's library does not write.
     """
-    target = Path(path or default_path(Path("model"), form.name, numbers)).expanduser().resolve()
+    target = Path(path or default_path(Path("model"), form, precision)).expanduser().resolve()
     if target.is_dir() or str(path or "").endswith(("/", os.sep)):
         raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
     if is_special(target):
         raise OSError(f"{target} is no file, and must not be replaced by one: give the path of a file.")
-    if form.needs_ending and target.suffix != form.ending:
+    ending = FORMS[form].ending
+    if FORMS[form].needs_ending and target.suffix != ending:
         raise ValueError(
-            f"path={str(path)!r}: form={form.name!r} is written to files that end in {form.ending!r}, "
-            f"{target.with_suffix(form.ending).name!r} say."
+            f"path={str(path)!r}: form={form!r} is written to files that end in {ending!r}, "
+            f"{target.with_suffix(ending).name!r} say."
         )
     return target
 

@@ -24,6 +24,10 @@ class DynamicDimensionError(ExportError):
     """A dimension that was to be dynamic is one that the model fixes."""
 
 
+class MissingPackageError(ImportError):
+    """An optional package is not installed; the message says how to install it."""
+
+
 def chain_of(error: BaseException) -> Iterator[BaseException]:
     """An error and those that it came of."""
     seen: set[int] = set()
@@ -35,10 +39,9 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def users_line_of(error: BaseException) -> str:
-    """The innermost line of the user's on the way to an error, ``model.py:12, in forward``; empty: none is known.
+    """The innermost line of the user's on the way to an error, ``model.py:12, in forward``; empty if none is known.
 
-    Exporters run the model with tensors that have no numbers, so the traceback leads through its code, or they print
-    where an operation came from.
+    Exporters run the model's code, through which the traceback leads, or print where an operation came from.
     """
     for one in chain_of(error):
         lines = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_tb(one.__traceback__)]
@@ -53,7 +56,7 @@ def users_line_in(stack_trace: str) -> str:
 
 
 def failing_node(error: BaseException) -> str:
-    """The node of a graph that an exporter says that it failed on; empty: it says none."""
+    """The node of a graph that an exporter says that it failed on; empty if it says none."""
     found = (_NODE.search(str(one)) for one in chain_of(error))
     return next((match.group(1) for match in found if match), "")
 

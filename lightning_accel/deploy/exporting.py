@@ -17,20 +17,18 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.module_copies import plain_copy
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.deploy.agreement import Judge, by_what_int8_loses, differs
+from lightning_accel.deploy.captured import Captured
 from lightning_accel.deploy.checking import Check, label
 from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precision, check_held, forms_with
 from lightning_accel.deploy.destination import beside, put, target_of
 from lightning_accel.deploy.errors import ExportError, failing_node, in_words, users_line_in, users_line_of
-from lightning_accel.deploy.forms import FORMS, Captured, ExportForm
+from lightning_accel.deploy.forms import FORMS, ExportForm
 from lightning_accel.deploy.half import DTYPES, HalfPrecision
 from lightning_accel.deploy.inputs import arguments_of, positions, shapes_in
-from lightning_accel.deploy.int8 import without_deprecations
+from lightning_accel.deploy.int8 import is_converted, prepare, without_deprecations
 from lightning_accel.deploy.quantizing import Quantized
 from lightning_accel.deploy.sessions import WithConstants, constants_of
-from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of, widened
-
-_IN_INT8 = " Export what quantize() has returned, not its .model alone, as {}."
+from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of
 
 
 @dataclass(frozen=True)
@@ -131,23 +129,22 @@ def export(
             "model is a ScriptModule, which is TorchScript already: give the nn.Module that it was made of."
         )
     kind = FORMS[form]
-    target = target_of(path, kind, numbers)
+    target = target_of(path, form, numbers)
     original = plain_copy(model.model if isinstance(model, Quantized) else model).requires_grad_(False)
+    quantized = None
     if precision in DTYPES:
-        original = HalfPrecision(original, DTYPES[precision]).eval()
+        original = HalfPrecision(original, DTYPES[precision])
+    elif isinstance(model, Quantized) and kind.quantizes and any(map(is_converted, original.modules())):
+        original, quantized = prepare(plain_copy(model.original)).requires_grad_(False), original
     device = device_of(original)
-    kind.check(device)
+    kind.require(device)
     arguments = arguments_of(original, example)
     arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # strides are guarded
     dimensions = dimensions_of(arguments, dynamic)
     if 0 in sizes_of(arguments, dimensions).values():
         raise ValueError(f"an example with tensors of {shapes_in(arguments)}, which are empty: give one row at least.")
-    prepared = kind.prepared(original) if isinstance(model, Quantized) else original
-    judge: Judge = differs
-    if isinstance(model, Quantized) and prepared is not original:
-        judge = by_what_int8_loses(original, model.original)
-    captured = Captured(prepared, widened(arguments, dimensions), dimensions, kind.fuses_attention)
-    check = Check(original, arguments, dynamic, kind, judge)
+    captured = kind.captured(original, arguments, dimensions, quantized)
+    check = Check(original, arguments, dynamic, kind, quantized)
     remark = ""
     with torch.no_grad(), without_deprecations(), beside(target) as folder:
         temporary = Path(folder, target.name)
@@ -164,15 +161,12 @@ def export(
         num_bytes = put(Path(folder), target)
     if remark:
         warnings.warn(f"attention is in the file as the model spells it out: {remark}", AccelWarning, stacklevel=2)
+    at_most = {one: f", {size} at most" for one, size in checked.at_most.items()}
     return Exported(
         path=target,
         form=form,
         precision=numbers,
-        dynamic=tuple(
-            label(one, captured) + (f", {checked.at_most[one]} at most" if one in checked.at_most else "")
-            for one in dimensions
-            if one not in checked.fixed
-        ),
+        dynamic=tuple(label(one, captured) + at_most.get(one, "") for one in dimensions if one not in checked.fixed),
         fixed={label(one, captured): size for one, size in checked.fixed.items()},
         checked=tuple(shapes_in(call) for call in checked.calls),
         error=checked.error,
@@ -211,6 +205,7 @@ def _write(kind: ExportForm, captured: Captured, path: Path) -> None:
             traces = [str(one.meta.get("stack_trace", "")) for one in nodes if one.name.endswith(node)]
             line = next(filter(None, map(users_line_in, traces)), line)
         at = f" at {line}" if line else ""
-        quantized = "LinearPackedParams" in str(error) or "Conv2dPackedParams" in str(error)
-        more = _IN_INT8.format(" or ".join(map(repr, forms_with("int8-dynamic")))) if quantized else ""
+        more, holding = "", " or ".join(map(repr, forms_with("int8-dynamic")))
+        if "LinearPackedParams" in str(error) or "Conv2dPackedParams" in str(error):
+            more = f" Export what quantize() has returned, not its .model alone, as {holding}."
         raise ExportError(f"form={kind.name!r} cannot hold this model{at}: {in_words(error)}.{more}") from error

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.tree import map_tensors, tensors_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and keyword arguments."""
@@ -21,10 +22,8 @@ TARGETS = ("labels", "targets", "label", "target")
 def arguments_of(model: nn.Module, example: Any) -> Arguments:
     """An example as arguments of ``model``.
 
-    Args:
-        model: Whose ``forward`` it is for.
-        example: A tensor, the one argument; a tuple or list, the positional arguments; a mapping, the keyword
-            arguments where ``forward`` has parameters of these names, else the one argument.
+    A tensor is the one argument, a tuple or list the positional arguments, a mapping the keyword arguments where
+    ``forward`` has parameters of these names, else the one argument.
 
     Raises:
         ValueError: There is no tensor in it.
@@ -39,11 +38,10 @@ def arguments_of(model: nn.Module, example: Any) -> Arguments:
 
 def example_in(model: nn.Module, batch: Any) -> Any:
     """Of a batch, what ``forward`` takes: the first of more values than it has positions for, as others are targets."""
-    if isinstance(batch, tuple | list):
-        parameters = inspect.signature(model.forward).parameters.values()
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            return batch
-        return batch if len(batch) <= len(positions(model)) else inputs_and_targets(model, batch)[0]
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    if isinstance(batch, tuple | list) and (takes_any or len(batch) <= len(positions(model))):
+        return batch
     return inputs_and_targets(model, batch)[0]
 
 
@@ -97,6 +95,11 @@ def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str
     return calls
 
 
+def on_device(data: Any, device: torch.device) -> Any:
+    """The same with all tensors on a device."""
+    return map_tensors(lambda tensor: tensor.to(device), data)
+
+
 def shapes_in(arguments: Any) -> str:
     """The shapes of all tensors, for messages: ``(8, 3, 32, 32), (8,)``."""
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(arguments)) or "no tensors"
@@ -104,4 +107,4 @@ def shapes_in(arguments: Any) -> str:
 
 def batch_size_of(arguments: Any) -> int:
     """The size of the first dimension of the first tensor that has one; 0 without any."""
-    return next((t.shape[0] for t in tensors_in(arguments) if isinstance(t, Tensor) and t.dim() > 0), 0)
+    return next((t.shape[0] for t in tensors_in(arguments) if t.dim() > 0), 0)

@@ -13,17 +13,14 @@ from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.experiment.tolerance import deviation
 
-OF_NORM, OF_WHOLE = "of the outputs' norm", "of the outputs, in whole numbers"
-
 
 def outputs_of(model: Callable[..., Any], call: Arguments) -> list[Tensor]:
-    """What is compared of a model's outputs: its floating-point numbers, or, without any, its whole ones."""
-    args, kwargs = call
-    return compared(model(*args, **kwargs))
+    """What is compared of a model's outputs."""
+    return compared(model(*call[0], **call[1]))
 
 
 def compared(outputs: Any) -> list[Tensor]:
-    """Of outputs, what is compared, as :func:`outputs_of` has it."""
+    """Of outputs the floating-point numbers, or, where there are none, the whole ones."""
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors_in(outputs)]
     tensors = [t for t in tensors if t.numel()]
     return [t for t in tensors if t.is_floating_point()] or tensors
@@ -44,11 +41,17 @@ def worst(model: Callable[..., Any], calls: Sequence[Arguments], expected: Seque
 
 
 def measure_of(expected: Sequence[Sequence[Tensor]]) -> str:
-    """What a loss is a share of, in words; empty: these outputs hold nothing by which any could be measured."""
+    """What a loss is a share of, in words; empty if these outputs hold nothing by which any could be measured."""
     tensors = [t for outputs in expected for t in outputs]
     if not any(bool(torch.isfinite(t).any()) for t in tensors):
         return ""
-    return OF_NORM if any(t.is_floating_point() for t in tensors) else OF_WHOLE
+    is_float = any(t.is_floating_point() for t in tensors)
+    return "of the outputs' norm" if is_float else "of the outputs, in whole numbers"
+
+
+def least_of(outputs: Sequence[Tensor], least: float) -> float:
+    """What is let pass in any case. Of whole numbers that is one of each output, as rounding decides which it is."""
+    return max([least, *(1 / t.numel() for t in outputs if not t.is_floating_point())])
 
 
 def is_finite(data: Any) -> bool:

@@ -19,16 +19,17 @@ from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.deploy import int8
 from lightning_accel.deploy.combinations import MODES, Mode
-from lightning_accel.deploy.errors import QuantizeError
-from lightning_accel.deploy.halving import halved
+from lightning_accel.deploy.errors import MissingPackageError, QuantizeError
+from lightning_accel.deploy.half import halved
 from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
+from lightning_accel.deploy.layer_trial import LayerTrial
 from lightning_accel.deploy.losses import is_finite, measure_of, outputs_of, percent, worst
-from lightning_accel.deploy.restoring import LayerTrial
 
 MAX_ERROR = 0.05
 CALIBRATION_BATCHES = 32
-TRIAL_BATCHES = 2
-"""So many batches tell how much a layer loses; ranges are taken from all."""
+TRIAL_BATCHES = 2  # that tell how much a layer loses; ranges are taken from all
+
+_CONVERT = {"int8-dynamic": int8.dynamic, "int8-static": int8.static, "int8-weight": int8.weights_only}
 
 
 @dataclass(frozen=True)
@@ -147,23 +148,25 @@ def _in_int8(
         raise ValueError(f"mode={mode!r} computes on a CPU, and the model is on {devices.pop()}: model.cpu() before.")
     model = int8.prepare(plain_copy(original))
     names, kept = int8.choose(model, mode)
-    if mode != "int8-weight":
-        _check_numbers(model, mode, names)
-    convert: int8.Convert = int8.weights_only if mode == "int8-weight" else int8.dynamic
+    for name in names if mode != "int8-weight" else ():
+        for parameter in model.get_submodule(name).parameters():
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"mode={mode!r} takes a model in float32, and {f'layer {name!r}' if name else 'the model'} is in"
+                    f" {parameter.dtype}: model.float() before, and batches in float32."
+                )
+    layers = {name: model.get_submodule(name) for name in names}
+    sources: Mapping[str, nn.Module] = layers
     if mode == "int8-static":
-        ranges = int8.observed(model, names, dict(enumerate(calls)))
-        kept |= {
-            name: "the calibration data did not call it" for name in names if model.get_submodule(name) not in ranges
-        }
-        convert = int8.static(ranges)
+        sources = int8.observed(model, names, dict(enumerate(calls)))
+        kept |= {name: "the calibration data did not call it" for name in names if name not in sources}
     elif mode == "int8-dynamic":
         int8.observed(model, names, {n: call for n, call in enumerate(calls) if not is_finite((call, expected[n]))})
-    layers = {name: model.get_submodule(name) for name in names if name not in kept}
     converted = {}
-    for name, layer in layers.items():
+    for name, source in sources.items():
         try:
-            converted[name] = convert(layer)
-        except int8.MissingPackageError:
+            converted[name] = _CONVERT[mode](source)
+        except MissingPackageError:
             raise
         except Exception as why:  # a size for which there is no kernel
             kept[name] = f"could not be converted: {one_line(why)}"
@@ -194,16 +197,6 @@ def _check_arguments(model: object, max_error: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}: give a torch.nn.Module or a LightningModule.")
-
-
-def _check_numbers(model: nn.Module, mode: Mode, names: list[str]) -> None:
-    for name in names:
-        for parameter in model.get_submodule(name).parameters():
-            if parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"mode={mode!r} takes a model in float32, and {f'layer {name!r}' if name else 'the model'} is in"
-                    f" {parameter.dtype}: model.float() before, and batches in float32."
-                )
 
 
 def _expected(model: nn.Module, call: Arguments, number: int) -> list[Tensor]:

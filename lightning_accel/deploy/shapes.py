@@ -16,7 +16,6 @@ from lightning_accel.deploy.inputs import Arguments
 Dynamic = Literal["auto", "off", "batch", "batch+sequence"]
 Name = Literal["batch", "sequence"]
 
-_collection: Any = ShapesCollection
 _LEAST = 2  # torch takes a dimension of size 1 for one that stays so
 
 
@@ -107,7 +106,8 @@ def as_torch_wants(model: Any, arguments: Arguments, dimensions: list[Dimension]
     """For ``torch.export``: these dimensions are to stay open if the model lets them."""
     if not dimensions:
         return None
-    shapes: Any = _collection()
+    kind: Any = ShapesCollection
+    shapes = kind()
     for index, tensor in enumerate(tensors_in(arguments)):
         axes = {one.axis: Dim.AUTO for one in dimensions if one.index == index}
         if axes:

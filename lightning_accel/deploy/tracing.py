@@ -45,19 +45,17 @@ def traced(model: nn.Module, arguments: Arguments) -> Any:
     """
     args, kwargs = arguments
     given: dict[str, Any] = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
-    parameters = inspect.signature(model.forward).parameters.values()
-    root = _Renamed(model, kwargs).eval() if any(one.kind is one.KEYWORD_ONLY for one in parameters) else model
+    root = model
+    if any(one.kind is one.KEYWORD_ONLY for one in inspect.signature(model.forward).parameters.values()):
+        root = _Renamed(model, kwargs).eval()
     watch = _NumbersInPython()
-    handle = root.register_forward_pre_hook(watch.begin, with_kwargs=True)
-    try:
-        with warnings.catch_warnings(), _unused_properties_hidden(root):
-            warnings.simplefilter("ignore")  # torch cannot tell sizes from numbers
-            jit: Any = torch.jit
-            with watch:
-                found = jit.trace(root, check_trace=False, strict=False, **given)
-            return jit.freeze(found)
-    finally:
-        handle.remove()
+    hook = root.register_forward_pre_hook(watch.begin, with_kwargs=True)
+    with warnings.catch_warnings(), _unused_properties_hidden(root), hook:
+        warnings.simplefilter("ignore")  # torch cannot tell sizes from numbers
+        jit: Any = torch.jit
+        with watch:
+            found = jit.trace(root, check_trace=False, strict=False, **given)
+        return jit.freeze(found)
 
 
 class _Renamed(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def test_the_best_weights_and_not_the_last_are_exported_beside_the_checkpoint(
         torch.testing.assert_close(best.exported.load()(x), kept(x))
         assert not torch.equal(module(x), kept(x))
     assert module.trainer is trainer
+
+
+@pytest.mark.parametrize("precision", ["int8-dynamic", "int8-static"])
+def test_the_best_weights_are_exported_in_int8_by_calibration_data(
+    precision: Any, make_trainer: Callable[..., Trainer]
+) -> None:
+    best, plugin = ExportBest("torchscript", precision=precision, calibration=data()), AccelPlugin(tune="off")
+    trainer = make_trainer(callbacks=[keeper(), best], plugins=[plugin], enable_checkpointing=True)
+    trainer.fit(Worsening(mlp()), data(), data())
+    assert best.exported is not None, plugin.report.notes
+    assert best.exported.path == Path(f"kept/best.{precision}.ts").resolve()
 
 
 def test_a_model_that_the_form_cannot_hold_is_said_and_the_fit_ends_well(
@@ -140,7 +152,12 @@ def test_two_forms_with_one_ending_and_two_precisions_have_names_of_their_own() 
     ("settings", "error", "said"),
     [
         ({"form": "onyx"}, ValueError, r"form='onyx'; did you mean 'onnx'"),
-        ({"form": "onnx", "precision": "int8-static"}, ValueError, "precision='int8-static'.*lightning-accel export"),
+        (
+            {"form": "onnx", "precision": "int8-static"},
+            ValueError,
+            "precision='int8-static' takes its ranges from data: calib",
+        ),
+        ({"form": "openvino", "precision": "int8-static"}, ValueError, "int8-static is written as onnx, torchscript"),
         ({"form": "pt2", "dynamic": "x"}, ValueError, "dynamic='x'"),
     ],
 )
@@ -152,6 +169,6 @@ def test_a_setting_that_cannot_be_is_an_error_before_the_fit(
 
 
 def test_a_package_that_is_missing_is_an_error_before_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(FORMS["pt2"]), "packages", ("no_such_package",))
+    monkeypatch.setitem(FORMS, "pt2", replace(FORMS["pt2"], needs=("no_such_package",)))
     with pytest.raises(MissingPackageError, match="needs no_such_package"):
         ExportBest("pt2")

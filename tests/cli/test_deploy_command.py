@@ -112,4 +112,4 @@ def test_the_table_shows_whole_names_and_intervals_of_metrics(
     assert main([*command, "--forms", "eager"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in several)
-    assert len([line for line in shown.splitlines() if line.startswith(" eager ")]) == 2
+    assert len([line for line in shown.splitlines() if line.startswith("eager ")]) == 2

@@ -86,6 +86,16 @@ def test_json_holds_it_all(found: Comparison) -> None:
     assert told["forms"]["int8-dynamic"]["scores"]["MulticlassAccuracy"]["value"] > 0.5
 
 
+def test_it_is_printed_as_a_table(found: Comparison) -> None:
+    first, eager, *others = str(found).splitlines()
+    assert first.split()[:6] == ["form", "p50", "ms", "p95", "p99", "speed"]
+    assert first.endswith("error")
+    assert eager.startswith("eager ")
+    assert eager.index(" KiB") > first.index("on disk")
+    assert "form                      MulticlassAccuracy" in others
+    assert others[-1] == f"Take {found.recommended}: {found.why}"
+
+
 def test_a_form_that_drops_a_metric_is_worse_and_not_recommended() -> None:
     """Targets are the outputs themselves: whatever computes otherwise has an error, and less is better."""
     served = model()

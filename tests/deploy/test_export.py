@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, compare, export, quantize
-from lightning_accel.deploy.agreement import by_what_int8_loses
+from lightning_accel.deploy.agreement import differs
 from lightning_accel.deploy.combinations import HOLDS, Mode
+from lightning_accel.deploy.onnx_int8 import quantize_file
 from support.models import TASKS, TEXT, TinyCNN
 
 pytestmark = pytest.mark.numbers
@@ -299,7 +300,7 @@ def test_a_bit_less_of_the_weights_is_not_taken_for_a_fault(scale: float, is_rig
 
         expected = model(x)
         ratios.append((in_seven_bits(x) - expected).norm() / (quantized.model(x) - expected).norm())
-        failure, _ = by_what_int8_loses(quantized.model, model)(quantized.model, in_seven_bits, [((x,), {})])
+        failure, _ = differs(model, in_seven_bits, [((x,), {})], quantized.model)
         assert (failure == "") is is_right
     assert max(ratios) > 2
 
@@ -310,17 +311,19 @@ def test_int8_that_is_off_in_onnx_is_kept_out_and_the_layer_named_where_that_beg
 ) -> None:
     """As a kernel does that saturates: of one layer the products come out half as large."""
     needs_onnx()
-    from lightning_accel.deploy import int8_onnx
+    import onnx
 
-    converted = int8_onnx._converted
+    from lightning_accel.deploy import forms
 
-    def saturating(layer: nn.Module) -> nn.Module:
-        found = converted(layer)
-        if found.codes.shape == (32, 48):
-            found.scales *= 0.5
-        return found
+    def saturating(path: Path, quantized: nn.Module, arguments: Any) -> None:
+        quantize_file(path, quantized, arguments)
+        model = onnx.load(path)
+        for tensor in model.graph.initializer:
+            if tensor.name.endswith("_quantized") and list(tensor.dims) == [32, 48]:
+                tensor.raw_data = (onnx.numpy_helper.to_array(tensor) // 2).tobytes()
+        onnx.save(model, path)
 
-    monkeypatch.setattr(int8_onnx, "_converted", saturating)
+    monkeypatch.setattr(forms, "quantize_file", saturating)
     model = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 48)), nn.Linear(48, 8)).eval()
     with pytest.raises(ExportError, match=r"relative error .* to the model in float.* It begins in '1\.1', Linear"):
         export(quantize(model, "int8-dynamic"), torch.randn(4, 64), "onnx")

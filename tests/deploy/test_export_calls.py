@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.core.torch_private.recurrence import OPERATIONS, recurrence_whole
 from lightning_accel.deploy import export, quantize
 
 pytestmark = pytest.mark.numbers
@@ -105,3 +109,73 @@ def test_an_argument_that_is_no_tensor_is_a_constant_of_the_file(form: str, is_g
         ValueError, match=f"scale=500.0: the file has scale={scale}, .* export the model with the other"
     ):
         call(x, 500.0)
+
+
+class Outputs(NamedTuple):
+    """Fields of a model's own."""
+
+    mean: Tensor
+    states: tuple[Tensor, Tensor]
+
+
+@pytest.mark.parametrize(
+    ("forward", "names"),
+    [
+        (lambda x: x.relu(), ["output_0"]),
+        (lambda x: (x.sin(), [x.cos()]), ["output_0", "output_1_0"]),
+        (lambda x: {"logits": x.sin(), "x": x.cos(), "sin": x.tan()}, ["logits", "output_x", "output_sin"]),
+        (lambda x: Outputs(x.mean(-1), (x.sin(), x.cos())), ["mean", "states_0", "states_1"]),
+        (lambda x: {"same": x, "sum": x.sum(-1), "again": x, "none": None}, ["same", "sum", "again"]),
+    ],
+)
+def test_outputs_in_onnx_have_the_models_own_names(forward: Callable[[Tensor], Any], names: list[str]) -> None:
+    needs("onnx")
+    import onnx
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return forward(x)
+
+    x = torch.randn(3, 8)
+    exported = export(Model(), x, "onnx")
+    graph = onnx.load(exported.path).graph
+    assert [entry.name for entry in graph.output] == names
+    assert len(exported.load()(x)) == len(names)
+
+
+class Recurrent(nn.Module):
+    """Tokens (B, T) → (B, T, 4)."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = kind(8, 16, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.layers(self.embedding(tokens))[0]
+        return self.head(found.reshape(-1, 32)).view(*tokens.shape, 4)
+
+
+@pytest.mark.parametrize("form", ["pt2", "onnx"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_model_takes_sequences_of_any_length(form: str, kind: type[nn.RNNBase]) -> None:
+    needs(form)
+    model = Recurrent(kind).eval()
+    exported = export(model, torch.randint(11, (2, 6)), form)
+    assert exported.dynamic == ("tokens: 0 (batch)", "tokens: 1 (sequence)")
+    tokens = torch.randint(11, (3, 9))
+    found = exported.load()(tokens)
+    torch.testing.assert_close(found[0] if isinstance(found, list) else found, model(tokens))
+
+
+def test_torchs_own_kernels_of_recurrence_are_back_after_an_error() -> None:
+    def fails() -> None:
+        with recurrence_whole():
+            assert [{**one.py_kernels} for one in OPERATIONS] != before
+            raise RuntimeError("inside")
+
+    before = [{**one.py_kernels} for one in OPERATIONS]
+    with pytest.raises(RuntimeError, match="inside"):
+        fails()
+    assert [{**one.py_kernels} for one in OPERATIONS] == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from torch.fx import Node
 
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.deploy import export
-from lightning_accel.deploy.forms import Captured, Pt2
+from lightning_accel.deploy.captured import Captured
+from lightning_accel.deploy.forms import FORMS
 
 pytestmark = pytest.mark.numbers
 
@@ -143,14 +145,14 @@ def test_where_a_form_cannot_take_the_operation_the_file_has_what_the_model_spel
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A form that raises on it is simulated: none of those that are here does."""
-    write = Pt2.write
+    form = FORMS["pt2"]
 
-    def refuses(form: Pt2, captured: Captured, path: Path) -> None:
+    def refuses(captured: Captured, path: Path) -> None:
         if "scaled_dot_product_attention" in str(captured.program.graph):
             raise RuntimeError("no kernel for attention")
-        write(form, captured, path)
+        form.write(captured, path)
 
-    monkeypatch.setattr(Pt2, "write", refuses)
+    monkeypatch.setitem(FORMS, "pt2", replace(form, write=refuses))
     with pytest.warns(AccelWarning, match="as the model spells it out: form='pt2' cannot hold this model.*no kernel"):
         (found,) = operations(Attention("none").eval(), tmp_path / "model.pt2")
     assert found["softmax"] == 1

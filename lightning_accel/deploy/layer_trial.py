@@ -1,0 +1,58 @@
+"""Which layers lose too much in INT8, or fail in it: found by trial, and put back into float."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_accel.core.report import one_line
+from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.deploy.int8 import exchanged
+from lightning_accel.deploy.losses import percent, worst
+
+
+@dataclass
+class LayerTrial:
+    """A model of which layers are in INT8 or in float; it is edited in place."""
+
+    model: nn.Module
+    layers: Mapping[str, nn.Module]  # in float
+    converted: Mapping[str, nn.Module]  # the same in INT8
+    calls: Sequence[Arguments]
+    expected: Sequence[Sequence[Tensor]]  # outputs of the model in float
+
+    def put(self, names: Iterable[str]) -> None:
+        """Has these layers in INT8, and all others in float."""
+        chosen = {*names}
+        pairs = [(self.layers[name], made, name in chosen) for name, made in self.converted.items()]
+        self.model = exchanged(self.model, {a if is_in else b: b if is_in else a for a, b, is_in in pairs})
+
+    def put_back(self, max_error: float) -> dict[str, str]:
+        """Puts the fewest layers back that bring the error below; returns layer → why it is in float again."""
+        if self._error()[0] <= max_error:
+            return {}
+        alone: dict[str, tuple[float, str]] = {}
+        for name in self.converted:
+            self.put([name])
+            alone[name] = self._error()
+        back: dict[str, str] = {}
+        for name in sorted(alone, key=lambda one: alone[one][0], reverse=True):
+            back[name] = alone[name][1]
+            self.put(self.converted.keys() - back.keys())
+            if self._error()[0] <= max_error:
+                break
+        return back
+
+    def _error(self) -> tuple[float, str]:
+        """How far the outputs are off, and the same in words."""
+        try:
+            error = worst(self.model, self.calls, self.expected)
+        except Exception as failure:  # in float it did not fail
+            said = "with it in INT8 the model fails, as where something else reads its weight"
+            return math.inf, f"{said}: {one_line(failure)}"
+        if math.isinf(error):
+            return error, "in INT8 it alone makes the outputs infinite, no numbers, or of other shapes"
+        return error, f"in INT8 it alone has the outputs off by {percent(error)}"

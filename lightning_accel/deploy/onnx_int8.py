@@ -1,0 +1,78 @@
+"""INT8 in ONNX, by ONNX Runtime's own quantiser: of the layers that ``quantize`` has converted, with its ranges.
+
+In a file in float ``onnxruntime.quantization`` makes one kernel of each layer, quantising its inputs included.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.deploy.int8 import is_converted
+from lightning_accel.deploy.sessions import FileSession
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+"""Where torch's exporter notes the modules that a node comes from, and its own name at last."""
+
+
+def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> None:
+    """Converts layers of a file, in place.
+
+    Args:
+        path: A file in float, which torch has written.
+        quantized: The same model, of which the layers that are to be converted are in torch's INT8.
+        arguments: An example, for a run that the library asks for.
+    """
+    onnx, quantization = importlib.import_module("onnx"), importlib.import_module("onnxruntime.quantization")
+    layers: dict[str, Any] = {
+        name: one for name, one in quantized.named_modules(remove_duplicate=False) if is_converted(one)
+    }
+    graph = onnx.load(path).graph
+    found = [(node, layer) for node in graph.node if (layer := layers.get(_module_of(node))) is not None]
+    options: dict[str, Any] = {"per_channel": True, "nodes_to_quantize": [node.name for node, _ in found]}
+    ranges = {node.input[0]: _range(layer.quant) for node, layer in found if hasattr(layer, "quant")}
+    if not ranges:
+        # Weights have 7 bits, as inputs take all 8: kernels for processors without VNNI add two products in 16 bits,
+        # and saturate beyond (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
+        # It splits a Gemm into two, and the first has this name.
+        options["nodes_to_quantize"] += ["_".join((node.name, "MatMul")) for node, _ in found]
+        quantization.quantize_dynamic(path, path, reduce_range=True, **options)
+        return
+    ranges |= {node.output[0]: _range(layer.module) for node, layer in found if node.op_type == "Conv"}
+    args, kwargs = arguments
+    feeds = FileSession([entry.name for entry in graph.input], lambda _: []).feeds(*args, **kwargs)
+    quantization.quantize_static(
+        path,
+        path,
+        SimpleNamespace(get_next=iter([feeds, None]).__next__),
+        activation_type=quantization.QuantType.QUInt8,
+        # What leaves a product stays in float: rounding it saves nothing.
+        extra_options={"TensorQuantOverrides": ranges, "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]},
+        **options,
+    )
+
+
+def _module_of(node: Any) -> str | None:
+    """The name of the layer whose product a node is; None if it is none.
+
+    Where the exporter has fused a convolution with what follows, only its weight tells.
+    """
+    if node.op_type not in ("MatMul", "Gemm", "Conv"):
+        return None
+    if node.op_type == "Conv" and node.input[1].endswith("weight"):
+        return str(node.input[1]).removesuffix("weight").removesuffix(".")
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
+    names = ast.literal_eval(scopes)
+    return names[-2] if len(names) > 1 else None
+
+
+def _range(module: Any) -> list[dict[str, Any]]:
+    scale, zero_point = np.float32(module.scale), np.uint8(module.zero_point)
+    return [{"scale": np.array(scale), "zero_point": np.array(zero_point)}]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_accel.callbacks._announcements import report_of
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
@@ -38,7 +38,7 @@ class Picture:
 
     name: str  # as loggers file it
     title: str  # what the whole is
-    unit: str  # of the values
+    unit: Literal["ms", "bytes"]  # of the values
     values: Mapping[str, float]  # part → its size
 
 
@@ -124,10 +124,9 @@ class FitOutcome:
     def pictures(self) -> Iterator[Picture]:
         """What is to be drawn."""
         if sum(self.parts_ms.values()) > 0:
-            yield Picture(f"{PREFIX}step_time", "What a step's time goes to", "ms", self.parts_ms)
+            yield Picture(f"{PREFIX}step_time", "Where a step's time goes", "ms", self.parts_ms)
         if self.memory is not None:
-            sizes = {name: size / 2**20 for name, size in self.memory.parts.items()}
-            yield Picture(f"{PREFIX}memory", "What was alive at the peak of a step", "MiB", sizes)
+            yield Picture(f"{PREFIX}memory", "All tensors at the peak of a step", "bytes", self.memory.parts)
 
     def sessions(self) -> Iterator[LoggedSession]:
         """The run, and everything that its live trials compared."""

@@ -9,9 +9,10 @@ from lightning_accel.evidence import step_breakdown as categories
 from lightning_accel.evidence.record import Record
 
 BESIDE_ON_GPU = "workspace within operations, and what other steps held beside"
-BESIDE_ON_CPU = "the process beside these tensors: Python, libraries, what allocators keep"
+BESIDE_ON_CPU = "the rest of the process: Python, libraries, what allocators keep"
 _MOST = 20
 _ROOM = 0.95  # of what the device has: allocators leave gaps
+_MOST_TIMES = 4  # as large a batch: what one step has shown says nothing of much larger ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class MemoryUse:
         device_bytes: All that the device has, on a CPU the machine or container.
         headroom_bytes: What was left of that at the peak; None: not known.
         modules: Those that held the most.
-        largest_batch: How many samples a batch may have for all of the device, by what activations take now; None: not
-            known.
+        largest_batch: How many samples a batch may have for all of the device, by what activations take now, and at
+            most four times as many as it has; None: not known.
     """
 
     parts: dict[str, int] = field(default_factory=dict)
@@ -95,4 +96,5 @@ def _largest_batch(record: Record, parts: Mapping[str, int], beside: int) -> int
     grows = sum(parts.values()) - fixed
     if size is None or grows <= 0 or not record.header.device_bytes:
         return None
-    return max(0, int(size * (_ROOM * record.header.device_bytes - fixed - beside) / grows))
+    fits = int(size * (_ROOM * record.header.device_bytes - fixed - beside) / grows)
+    return max(0, min(fits, _MOST_TIMES * size))

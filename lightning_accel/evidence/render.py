@@ -21,12 +21,14 @@ from lightning_accel.evidence.report_model import Page
 def to_html(page: Page) -> str:
     """The page with its charts, where matplotlib is there to draw them, and all numbers as tables."""
     template = _environment(autoescape=True).get_template("report.html.j2")
-    return template.render(page=page, charts=charts.of(page), how_to_draw="" if can_draw() else MEND)
+    return template.render(
+        page=page, tables=tables.of(page), charts=charts.of(page), how_to_draw="" if can_draw() else MEND
+    )
 
 
 def to_markdown(page: Page) -> str:
     """The same as text."""
-    text = _environment(autoescape=False).get_template("report.md.j2").render(page=page)
+    text = _environment(autoescape=False).get_template("report.md.j2").render(page=page, tables=tables.of(page))
     text = re.sub(r"\s*\n(#+ )", r"\n\n\1", text)  # a heading stands by itself, whatever came of the part before
     return "\n".join(line.rstrip() for line in text.strip().split("\n")) + "\n"
 

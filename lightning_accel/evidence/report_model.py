@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_accel.core.byte_size import format_bytes
@@ -13,6 +13,7 @@ from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.headline import (
     MALFORMED,
     RunOutcome,
+    facts_of,
     headline_of,
     outcomes_of,
     settings_of,
@@ -25,8 +26,8 @@ from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.record_reader import RecordError
 from lightning_accel.evidence.run_history import Curve, curves_of, epochs_of, number, quantiles_ms
 from lightning_accel.evidence.served import Served
-from lightning_accel.evidence.speed import BEGINNING, speed_of
-from lightning_accel.evidence.step_breakdown import LayoutCopy
+from lightning_accel.evidence.speed import BEGINNING, duration, speed_of
+from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy
 from lightning_accel.evidence.technique_summary import TrialSummary, Tried, trials_of, tried_of
 
 FORMAT = 1
@@ -39,6 +40,7 @@ class Page:
 
     Attributes:
         headline: The run in a sentence.
+        facts: The first line: which run, model and date, its speed beside plain, the time saved, what to do next.
         verdict: What sets its pace, and what would change that.
         speed: How fast it was, as :class:`~lightning_accel.evidence.speed.Speed` has it; empty: too few steps to tell.
         settings: What to write to have the same again: ``"python"`` and ``"yaml"``; empty: that cannot be told.
@@ -49,7 +51,7 @@ class Page:
         parts_ms: What it goes to; the parts add up to it.
         rule: What belongs to which.
         modules: What the operations of one step take, module by module; None: no step was taken apart.
-        operations: How many that step has.
+        modules_note: How these times were taken, beside those of other steps.
         trials: Of live trials, each.
         settled_step: The step at which they had settled; None: they had not, or there were none.
         techniques: What each did, losers included.
@@ -70,6 +72,7 @@ class Page:
     """
 
     headline: str
+    facts: dict[str, str]
     verdict: str
     speed: str
     settings: dict[str, str]
@@ -80,7 +83,7 @@ class Page:
     parts_ms: dict[str, float]
     rule: str
     modules: Node | None
-    operations: int
+    modules_note: str
     trials: list[TrialSummary]
     settled_step: int | None
     techniques: list[Tried]
@@ -122,6 +125,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
     findings = diagnose(record, peaks)
     return Page(
         headline=headline_of(record, tuning, earlier),
+        facts=facts_of(record, tuning, findings),
         verdict=verdict_of(record, parts_ms, findings),
         speed=str(speed_of(record.steps, record.settled_step, record.header.world_size) or ""),
         settings=settings_of(record, tuning),
@@ -132,7 +136,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
         parts_ms=parts_ms,
         rule=phase_names.RULE,
         modules=None if anatomy is None else tree_of(anatomy),
-        operations=0 if anatomy is None else anatomy.operations,
+        modules_note="" if anatomy is None else _modules_note(anatomy, record.settled_step, parts_ms),
         trials=trials_of(tuning),
         settled_step=record.settled_step,
         techniques=[tried_of(name, one, tuning) for name, one in techniques.items()],
@@ -167,6 +171,17 @@ def _machine(record: Record) -> dict[str, str]:
     }
 
 
+def _modules_note(anatomy: Anatomy, settled_step: int | None, parts_ms: Mapping[str, float]) -> str:
+    before = "" if settled_step is None or anatomy.step > settled_step else ", before live trials had settled"
+    forward_ms = sum(one.forward_ms for one in anatomy.modules if one.module != OPTIMIZER)
+    other = parts_ms.get(phase_names.FORWARD)
+    beside = f" Its forward pass took {duration(forward_ms)}, that of others {duration(other)}." if other else ""
+    return (
+        f"The {anatomy.operations:,} operations of step {anatomy.step:,}{before} were timed one by one, uncompiled,"
+        f" which takes longer.{beside} Compare shares, not milliseconds."
+    )
+
+
 def _precision(record: Record) -> str:
     """What steps have come to compute in: live trials, or an error, may have taken back what was chosen for a run."""
     found = ((record.report or {}).get("techniques") or {}).get("precision", {})
@@ -181,13 +196,6 @@ def _remarks(record: Record) -> Iterator[str]:
     lost = [step for step, loss in sorted(record.losses.items()) if not math.isfinite(loss)]
     if lost:
         yield f"the loss was no number (NaN or infinite), at first in step {lost[0]:,} of those that were kept"
-    if record.anatomy is not None:
-        step = record.anatomy.step
-        before = "" if record.settled_step is None or step > record.settled_step else ", before live trials had settled"
-        yield (
-            f"modules and memory are of step {step:,}{before}, watched operation by operation, uncompiled: shares hold,"
-            " milliseconds are longer than in others"
-        )
     yield from map(str, (record.report or {}).get("notes", []))
     for other in record.passed_over:
         yield f"{other} is newer, and has no steps"

@@ -25,27 +25,27 @@ _OF_CARDS = {
     "utilisation_percent": "its utilisation, %",
     "memory_mib": "its memory in use, by all processes, MiB",
 }
-EPOCH_HEADS = {
-    "epoch": "epoch",
-    "samples_per_sec": "samples/s",
-    "steps_per_sec": "steps/s",
-    "step_ms_p50": "p50, ms",
-    "step_ms_p95": "p95, ms",
-    "data_wait_frac": "waiting",
-    "peak_memory_mib": "peak, MiB",
-    "host_rss_mib": "host, MiB",
-    "tflops": "TFLOP/s",
-    "mfu": "MFU",
-    "loss_scale": "loss scale",
-    "skipped_steps": "skipped",
-    "energy_j_per_sample": "J/sample",
-    "stragglers_slowest_rank": "slowest rank",
-    "stragglers_step_ms_p95": "its p95, ms",
-    "stragglers_step_ms_p95_mean": "of all, ms",
-    "stragglers_latest_rank": "latest at backward",
-    "stragglers_data_wait_ms": "its data wait, ms",
+EPOCH_COLUMNS = {
+    "epoch": ("epoch", False),
+    "samples_per_sec": ("samples/s", False),
+    "steps_per_sec": ("steps/s", False),
+    "step_ms_p50": ("median step, ms", False),
+    "step_ms_p95": ("95th percentile, ms", False),
+    "data_wait_frac": ("waiting for data", True),
+    "peak_memory_mib": ("peak, MiB", False),
+    "host_rss_mib": ("host, MiB", False),
+    "tflops": ("TFLOP/s", False),
+    "mfu": ("share of the device's FLOP/s", True),
+    "loss_scale": ("loss scale", False),
+    "skipped_steps": ("skipped steps", False),
+    "energy_j_per_sample": ("J/sample", False),
+    "stragglers_slowest_rank": ("slowest rank", False),
+    "stragglers_step_ms_p95": ("its 95th percentile, ms", False),
+    "stragglers_step_ms_p95_mean": ("mean of ranks, ms", False),
+    "stragglers_latest_rank": ("last rank at backward", False),
+    "stragglers_data_wait_ms": ("its data wait, ms", False),
 }
-"""What a page shows of an epoch → the head of its column."""
+"""What a page shows of an epoch → the head of its column, and whether it is a share."""
 
 
 def curves_of(record: Record) -> dict[str, Curve]:
@@ -110,7 +110,7 @@ def epochs_of(record: Record) -> list[dict[str, float]]:
 
 def _of_epoch(epoch: dict[str, Any]) -> Iterator[tuple[str, float]]:
     values = {**epoch, **{f"stragglers_{name}": value for name, value in (epoch.get("stragglers") or {}).items()}}
-    for name in EPOCH_HEADS:
+    for name in EPOCH_COLUMNS:
         if (known := number(values.get(name))) is not None:
             yield name, known
 

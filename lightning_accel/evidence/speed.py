@@ -91,5 +91,7 @@ def rate(value: float) -> str:
 
 
 def duration(ms: float) -> str:
-    """A time as people write it: ``10.9 s``, ``246 ms``, ``0.31 ms``."""
+    """A time as people write it: ``7.2 min``, ``10.9 s``, ``246 ms``, ``0.31 ms``."""
+    if ms >= 3e5:
+        return f"{ms / 6e4:,.1f} min"
     return f"{ms / 1e3:,.1f} s" if ms >= 9999.5 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

@@ -89,7 +89,7 @@ def test_a_text_is_written_where_the_run_settles_and_at_its_end(run: tuple[Path,
     assert "whole plan  faster" in early
     assert "samples/s" in late.splitlines()[0]
     assert "| whole plan | faster |" in late  # the end's is that of a report
-    assert "## What a step's time goes to" in late
+    assert "## Where a step's time goes" in late
 
 
 def test_the_hparams_tab_shows_what_is_on_and_what_came_of_it(run: tuple[Path, Path]) -> None:

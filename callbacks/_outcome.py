@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_accel.callbacks._announcements import report_of
 from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.core.report import Report
-from lightning_accel.evidence.figures import MEND, can_draw
+from lightning_accel.evidence.figures import MEND, Unit, can_draw
 from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.evidence.speed import Speed
 from lightning_accel.evidence.step_breakdown import MemoryPeak
@@ -30,16 +30,6 @@ class LoggedSession:
     name: str  # of what was tried in live trials; empty: the run itself
     settings: dict[str, Any]  # name → value
     metrics: dict[str, float]  # name → value
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Parts of a whole, for :func:`~lightning_accel.evidence.figures.share_bar`."""
-
-    name: str  # as loggers file it
-    title: str  # what the whole is
-    unit: Literal["ms", "bytes"]  # of the values
-    values: Mapping[str, float]  # part → its size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +111,12 @@ class FitOutcome:
         done = None if self.report is None else self.report.to_dict()
         return to_markdown(page_of(replace(found, status="finished", report=done), read_earlier(found)))
 
-    def pictures(self) -> Iterator[Picture]:
-        """What is to be drawn."""
+    def pictures(self) -> Iterator[tuple[str, tuple[Mapping[str, float], Unit, str]]]:
+        """By name what :func:`~lightning_accel.evidence.figures.share_bar` is to draw."""
         if sum(self.parts_ms.values()) > 0:
-            yield Picture(f"{PREFIX}step_time", "Where a step's time goes", "ms", self.parts_ms)
+            yield f"{PREFIX}step_time", (self.parts_ms, "ms", "Where a step's time goes")
         if self.memory is not None:
-            yield Picture(f"{PREFIX}memory", "All tensors at the peak of a step", "bytes", self.memory.parts)
+            yield f"{PREFIX}memory", (self.memory.parts, "bytes", "All tensors at the peak of a step")
 
     def sessions(self) -> Iterator[LoggedSession]:
         """The run, and everything that its live trials compared."""

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_accel.callbacks._announcements import report_of, say
 from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
-from lightning_accel.callbacks._reporting import leave_report
+from lightning_accel.callbacks._reporting import leave_report, shown_in_notebooks
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.step_timeline import StepTally
@@ -197,6 +198,8 @@ class FitRecord:
         self._attempt(lambda file: file.end(status, plain, page, told_by_cards(self._trainer)))
         if self._writer is not None and self.folder is not None:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
+            if report is not None:
+                report.page = partial(shown_in_notebooks, self._writer.path)
         self.folder, self._has_failed = None, True  # nothing more is written
 
     def _reserved_mib(self) -> float | None:

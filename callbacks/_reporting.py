@@ -58,6 +58,18 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
         say(trainer, f"this run's report could not be written: {one_line(error)}")
 
 
+def shown_in_notebooks(record: Path) -> str:
+    """The page on a run; empty if its record is not there any more."""
+    from lightning_accel.evidence.render import to_html
+    from lightning_accel.evidence.report_model import page_of  # late: few are asked for
+
+    try:
+        found = read_record(record)
+    except (OSError, ValueError):
+        return ""
+    return to_html(page_of(found, read_earlier(found)))
+
+
 def record_folder(trainer: Trainer) -> Path | None:
     """The folder in which this rank keeps a fit's record; None if the run has no folder, or is a rehearsal."""
     if not trainer.is_global_zero or trainer.fast_dev_run or trainer.barebones:  # type: ignore[attr-defined]

@@ -17,6 +17,8 @@ from lightning_accel.evidence.speed import duration
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Unit = Literal["ms", "bytes"]
+
 MEND = "Figures need matplotlib: pip install 'lightning-accel[report]'."
 
 # In an order in which neighbours differ in lightness, too.
@@ -24,7 +26,7 @@ _COLORS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#D55E00", "#56B4E9", "#C
 _ARE_DARK = ("#0072B2", "#009E73", "#D55E00", "#5A5A5A")  # on which white reads better than black
 _BLACK = "#0A0A0A"  # on a colour, whatever becomes of the letters beside it
 _LEAST_LABELLED = 0.08  # of the bar's length: in less, no number has room
-_FORMS: dict[str, Callable[[float], str]] = {"ms": duration, "bytes": size}
+_FORMS: dict[Unit, Callable[[float], str]] = {"ms": duration, "bytes": size}
 
 
 def can_draw() -> bool:
@@ -32,7 +34,7 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def share_bar(values: Mapping[str, float], unit: Literal["ms", "bytes"], title: str) -> Figure:
+def share_bar(values: Mapping[str, float], unit: Unit, title: str) -> Figure:
     """One bar of parts that add up to a whole, in their order, each named with its value and its share.
 
     Args:

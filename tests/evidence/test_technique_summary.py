@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.measured import Measurement
-from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence import tables
+from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_html, to_json, to_markdown
 from lightning_accel.evidence.report_model import Page, page_of
 from lightning_accel.evidence.technique_summary import Tried

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.callbacks._epoch import PREFIX
 from lightning_accel.callbacks._outcome import LoggedSession
+from lightning_accel.evidence.epoch_speed import PREFIX
 from lightning_accel.evidence.figures import pixels
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import report_of
-from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.core.report import Report
+from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.figures import MEND, Unit, can_draw
 from lightning_accel.evidence.record_reader import read_earlier, read_record
 from lightning_accel.evidence.speed import Speed

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import say
-from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._logger_adapters import Told, adapters_of
 from lightning_accel.callbacks._outcome import FitOutcome
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.trial import one_line
+from lightning_accel.evidence.epoch_speed import EpochSpeed
 from lightning_accel.evidence.figures import can_draw, share_bar
 from lightning_accel.evidence.speed import Speed
 from lightning_accel.lightning.packages import Trainer

@@ -24,3 +24,15 @@ def size(value: float) -> str:
 
 def share(value: float) -> str:
     return "<0.1%" if 0 < value < 5e-4 else f"{value:.1%}"
+
+
+def rate(value: float) -> str:
+    """A rate as people write it: ``1,085``, ``246.6``, ``0.31``."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def duration(ms: float) -> str:
+    """A time as people write it: ``7.2 min``, ``10.9 s``, ``246 ms``, ``0.31 ms``."""
+    if ms >= 3e5:
+        return f"{ms / 6e4:,.1f} min"
+    return f"{ms / 1e3:,.1f} s" if ms >= 9999.5 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

@@ -68,9 +68,9 @@ def _curves(page: Page) -> Figure:
 
 def _points(model: Node) -> list[tuple[str, float, float]]:
     """Modules without parts that have FLOPs: their FLOPs a byte, and FLOPs a second; the most time first."""
-    computing = [(path, one) for path, one in model.leaves() if one.flops and one.ms > 0 and one.moved_bytes]
-    computing.sort(key=lambda pair: -pair[1].ms)
-    return [(path, one.flops / one.moved_bytes, one.flops / one.ms * 1e3) for path, one in computing]
+    leaves = sorted(model.leaves(), key=lambda pair: -pair[1].ms)
+    found = [(path, one.flops_per_byte, one.gflops_per_sec) for path, one in leaves]
+    return [(path, at, 1e9 * speed) for path, at, speed in found if at is not None and speed is not None]
 
 
 def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:

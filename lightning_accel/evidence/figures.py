@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_accel.evidence.amounts import share, size
-from lightning_accel.evidence.speed import duration
+from lightning_accel.evidence.amounts import duration, share, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

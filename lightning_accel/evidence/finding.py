@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_accel.evidence import phase_names
-from lightning_accel.evidence.record import Record, Steps
+from lightning_accel.evidence.events import StepMeasured
+from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import BEGINNING
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Seen:
         """Of a step, that a part takes."""
         return self.parts_ms.get(part, 0.0) / self.step_ms if self.step_ms else 0.0
 
-    def per_look(self, value: Callable[[Steps], float]) -> float:
+    def per_look(self, value: Callable[[StepMeasured], float]) -> float:
         """What the steps that were looked at have in their sum, for each of them; 0 where none was."""
         looked_at = sum(some.looked_at for some in self.record.steps)
         return sum(map(value, self.record.steps)) / looked_at if looked_at else 0.0

@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence.amounts import duration
 from lightning_accel.evidence.compare import compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Record
-from lightning_accel.evidence.speed import Speed, duration, speed_of
+from lightning_accel.evidence.speed import Speed, speed_of
 from lightning_accel.settings import Plan
 from lightning_accel.tuning.pairs import RatioInterval
 

@@ -87,7 +87,7 @@ def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def _largest_batch(record: Record, parts: Mapping[str, int], beside: int) -> int | None:
     """By what does not grow with the batch, and what does, in the step that was taken apart."""
-    size = next((one["batch_size"] for one in record.header.loaders if "batch_size" in one), None)
+    size: int | None = next((one["batch_size"] for one in record.header.loaders if "batch_size" in one), None)
     stays = (
         *(categories.PARAMETERS, categories.GRADIENTS, categories.STATES),
         *(categories.BUFFERS, categories.COPIES, categories.STEPPING),

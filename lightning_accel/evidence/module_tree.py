@@ -43,6 +43,18 @@ class Node:
     def ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
+    @property
+    def flops_per_byte(self) -> float | None:
+        return self.flops / self.moved_bytes if self.flops and self.moved_bytes else None
+
+    @property
+    def gflops_per_sec(self) -> float | None:
+        return self.flops / self.ms / 1e6 if self.flops and self.ms > 0 else None
+
+    @property
+    def gb_per_sec(self) -> float | None:
+        return self.moved_bytes / self.ms / 1e6 if self.moved_bytes and self.ms > 0 else None
+
     def add(self, cost: ModuleCost | Node, held_bytes: int) -> None:
         """Adds what one module's own operations took, or a node's."""
         self.forward_ms += cost.forward_ms

@@ -7,9 +7,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_accel.evidence.record import FOLDER, FORMAT, RECORD_VARIABLE, Header, Record, Steps, piece_length
+from lightning_accel.evidence.events import (
+    FORMAT,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepMeasured,
+    TrialsSettled,
+    event_of,
+    piece_length,
+)
+from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE, Record
 from lightning_accel.evidence.served import KIND, Served
 from lightning_accel.evidence.step_breakdown import Anatomy
 
@@ -64,47 +74,49 @@ def _read(path: Path) -> Record:
             f"{path} is written in format {first.get('format')!r}, of another version of lightning-accel; this one"
             f" reads format {FORMAT}. Read it with that version, or run the training again."
         )
-    names = Header.__dataclass_fields__
+    events: list[Event] = []
+    epochs, served = [], None
     try:
-        header = Header(**{name: first[name] for name in names if name in first})
-        steps, epochs, anatomy, settled_step, served, end = [], [], None, None, None, {}
-        for line in lines:
-            kind = line.pop("kind", None)
-            if kind == "steps":
-                steps.append(_steps(line))
-            elif kind == "epoch":
+        for line in (first, *lines):
+            kind = line.get("kind")
+            if kind == "epoch":  # of any version: what is known of it is looked up by name
                 epochs.append(line)
-            elif kind == "end":
-                end = line
-            elif kind == "settled":
-                settled_step = int(line["step"])
-            elif kind == "anatomy":
-                anatomy = Anatomy.from_dict(line)
             elif kind == KIND:
                 served = Served.from_dict(str(line["checkpoint"]), line)
+            elif (event := event_of(line)) is not None:
+                events.append(event)
+        steps = [_checked(event) for event in events if isinstance(event, StepMeasured)]
+        end = _last(events, RunEnded) or RunEnded(status="")
+        settled = _last(events, TrialsSettled)
     except RecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}. Run the training again.") from error
+    assert isinstance(events[0], RunStarted)
     return Record(
         path=path,
-        header=header,
+        header=events[0],
         steps=steps,
         epochs=epochs,
-        status=str(end.get("status", "")),
-        report=end.get("report"),
-        page=str(end.get("page", "")),
-        anatomy=anatomy,
-        settled_step=settled_step,
-        cards=end.get("cards", {}),
+        status=str(end.status),
+        report=end.report,
+        page=str(end.page),
+        anatomy=_last(events, Anatomy),
+        settled_step=None if settled is None else settled.step,
+        cards=end.cards,
         served=served,
     )
 
 
-def _steps(line: dict[str, Any]) -> Steps:
-    """A line of steps, with numbers where numbers belong: who writes by hand, or over a bad disk, is told."""
-    losses = [(int(step), float(loss)) for step, loss in line.pop("losses")]
-    some = Steps(losses=losses, **line)
+_Kind = TypeVar("_Kind")
+
+
+def _last(events: list[Event], kind: type[_Kind]) -> _Kind | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
+
+
+def _checked(some: StepMeasured) -> StepMeasured:
+    """With numbers where numbers belong: who writes by hand, or over a bad disk, is told."""
     counts = [some.first, some.last, some.timed, some.looked_at, some.samples or 0]
     times = [*some.cycle_ms, *some.parts_ms.values()]
     if not all(isinstance(count, int) and count >= 0 for count in counts):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import phase_names
+from lightning_accel.evidence.amounts import duration
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.headline import (
     MALFORMED,
@@ -26,7 +27,7 @@ from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.record_reader import RecordError
 from lightning_accel.evidence.run_history import Curve, curves_of, epochs_of, number, quantiles_ms
 from lightning_accel.evidence.served import Served
-from lightning_accel.evidence.speed import BEGINNING, duration, speed_of
+from lightning_accel.evidence.speed import BEGINNING, speed_of
 from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy
 from lightning_accel.evidence.technique_summary import TrialSummary, Tried, trials_of, tried_of
 

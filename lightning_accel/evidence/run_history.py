@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_accel.evidence.record import Record, Steps
+from lightning_accel.evidence.events import StepMeasured
+from lightning_accel.evidence.record import Record
 
 Curve = list[tuple[float, float]]
 
@@ -63,7 +64,7 @@ def curves_of(record: Record) -> dict[str, Curve]:
     return {name: thinned(points) for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
 
 
-def _spread(record: Record, of: Callable[[Steps], Sequence[float]]) -> Iterator[tuple[float, float]]:
+def _spread(record: Record, of: Callable[[StepMeasured], Sequence[float]]) -> Iterator[tuple[float, float]]:
     """Values that were taken every so often, at about the steps at which they were."""
     for some in record.steps:
         values = of(some)
@@ -71,7 +72,7 @@ def _spread(record: Record, of: Callable[[Steps], Sequence[float]]) -> Iterator[
         yield from ((some.first + length * (place + 1), value) for place, value in enumerate(values))
 
 
-def _said_of(name: str) -> Callable[[Steps], Sequence[float]]:
+def _said_of(name: str) -> Callable[[StepMeasured], Sequence[float]]:
     return lambda some: some.card.get(name, ())
 
 

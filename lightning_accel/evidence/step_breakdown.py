@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 OPTIMIZER = "(optimizer)"
 """What stands for a module where an optimizer is at its step."""
@@ -80,7 +79,7 @@ class OperationsAlike:
 class Anatomy:
     """A step, taken apart."""
 
-    step: int = 0  # its number, as of `Steps`
+    step: int = 0  # its number, as of `StepMeasured`
     modules: list[ModuleCost] = field(default_factory=list)  # those with operations of their own, the most time first
     copies: list[LayoutCopy] = field(default_factory=list)  # of layouts, the most time first
     # The user's line → how often in this step the host had to know a result of the device.
@@ -94,21 +93,3 @@ class Anatomy:
     least_ms: float = 0.0  # what the least tenth of them took, each: what it costs to have one at all
     alike: list[OperationsAlike] = field(default_factory=list)  # all but the optimizer's, by what they have to do
     product_ms: float = 0.0  # what those took that have FLOPs
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Anatomy:
-        """What :func:`dataclasses.asdict` gave.
-
-        Raises:
-            KeyError, TypeError: It did not.
-        """
-        memory = values["memory"]
-        return cls(
-            **{
-                **values,
-                "modules": [ModuleCost(**one) for one in values["modules"]],
-                "alike": [OperationsAlike(**one) for one in values["alike"]],
-                "copies": [LayoutCopy(**one) for one in values["copies"]],
-                "memory": None if memory is None else MemoryPeak(**memory),
-            }
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from lightning_accel.evidence.amounts import figure, share, size
-from lightning_accel.evidence.headline import gain_of
 from lightning_accel.evidence.module_tree import Node
 from lightning_accel.evidence.report_model import Page
 from lightning_accel.evidence.run_history import EPOCH_COLUMNS
@@ -75,9 +73,9 @@ def interval(bounds: tuple[float, float, float | None] | None) -> Cell:
     return str(RatioInterval(ratio, low, math.inf if high is None else high)), ratio
 
 
-def _memory(pair: tuple[int | None, int | None]) -> Cell:
+def _memory(pair: tuple[int | None, int | None] | None) -> Cell:
     """How many times as much, and how much more or less."""
-    without, with_it = pair
+    without, with_it = pair or (None, None)
     if not without or with_it is None:
         return "", None
     more = with_it - without
@@ -103,7 +101,7 @@ def _spreads(one: Tried) -> Cell:
 def of(page: Page) -> dict[str, Table]:
     """All that a page has, by name; those that there is nothing for have no rows."""
     memory, model, peaks, served = page.memory, page.modules, page.peaks, page.served
-    held = sum(memory.parts.values())
+    held, whole_ms = sum(memory.parts.values()), 0.0 if model is None else model.ms
     beside = {memory.beside: memory.beside_bytes} if memory.beside else {}
     leaves = [] if model is None else sorted(model.leaves(), key=lambda pair: -pair[1].ms)[:_MOST_LEAVES]
     metrics = list(served.forms[0].scores) if served is not None and served.forms else []
@@ -125,22 +123,27 @@ def of(page: Page) -> dict[str, Table]:
         ),
         "modules": table(
             "Modules",
-            _module_columns(model.ms if model is not None else 0.0),
-            () if model is None else model.walk(),
+            [
+                ("module", itemgetter(0), text),
+                ("class", _of_node("kind"), text),
+                ("share", lambda pair: pair[1].ms / (whole_ms or 1.0), shared),
+                ("forward, ms op by op", _of_node("forward_ms"), milliseconds),
+                ("backward, ms op by op", _of_node("backward_ms"), milliseconds),
+                ("GFLOP/s", _of_node("gflops_per_sec"), number),
+                ("GB/s", _of_node("gb_per_sec"), number),
+                ("memory at the peak", _of_node("held_bytes"), sized),
+            ],
+            () if model is None else [(f"{'· ' * depth}{node.name}", node) for depth, node in model.walk()],
         ),
         "limits": table(
             "Modules beside the limits of the machine",
             [
                 ("module", itemgetter(0), text),
-                (
-                    "FLOPs a byte",
-                    lambda leaf: leaf[1].flops / leaf[1].moved_bytes if leaf[1].flops and leaf[1].moved_bytes else None,
-                    number,
-                ),
-                ("GFLOP/s", lambda leaf: _rate(leaf[1].flops, leaf[1].ms), number),
-                ("GB/s", lambda leaf: _rate(leaf[1].moved_bytes, leaf[1].ms), number),
-                ("share of the limit", lambda leaf: leaf[1].of_the_roof(peaks), shared),
-                ("ms, op by op", lambda leaf: leaf[1].ms, milliseconds),
+                ("FLOPs a byte", _of_node("flops_per_byte"), number),
+                ("GFLOP/s", _of_node("gflops_per_sec"), number),
+                ("GB/s", _of_node("gb_per_sec"), number),
+                ("share of the limit", lambda pair: pair[1].of_the_roof(peaks), shared),
+                ("ms, op by op", _of_node("ms"), milliseconds),
             ],
             leaves if peaks is not None else (),
         ),
@@ -151,7 +154,7 @@ def of(page: Page) -> dict[str, Table]:
                 ("verdict", attrgetter("verdict"), text),
                 ("speed, 95% interval", _BOUNDS, interval),
                 ("steps", attrgetter("steps"), number),
-                ("peak memory", attrgetter("peak_bytes_without", "peak_bytes_with"), _memory),
+                ("peak memory", _PEAKS, _memory),
                 ("set up, s", attrgetter("setup_s"), number),
             ],
             page.trials,
@@ -226,7 +229,7 @@ def _shares(
 ) -> Table:
     """Parts of a whole, with their shares."""
     total = of or sum(values.values()) or 1.0
-    columns = [
+    columns: list[Column] = [
         (heads[0], itemgetter(0), text),
         (heads[1], itemgetter(1), form),
         ("share", lambda one: one[1] / total, shared),
@@ -234,29 +237,12 @@ def _shares(
     return table(caption, columns, values.items(), (whole, total) if whole else None)
 
 
-def _rate(amount: float, ms: float) -> float | None:
-    """In billions a second."""
-    return amount / ms / 1e6 if ms > 0 and amount else None
+def _of_node(name: str) -> Callable[[tuple[str, Node]], Any]:
+    return lambda pair: getattr(pair[1], name)
 
 
 def _get(name: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda values: values.get(name)
-
-
-def _module_columns(whole_ms: float) -> list[Column]:
-    def of(value: Callable[[Node], Any]) -> Callable[[tuple[int, Node]], Any]:
-        return lambda pair: value(pair[1])
-
-    return [
-        ("module", lambda pair: f"{'· ' * pair[0]}{pair[1].name}", text),
-        ("class", of(attrgetter("kind")), text),
-        ("share", of(lambda node: node.ms / (whole_ms or 1.0)), shared),
-        ("forward, ms op by op", of(attrgetter("forward_ms")), milliseconds),
-        ("backward, ms op by op", of(attrgetter("backward_ms")), milliseconds),
-        ("GFLOP/s", of(lambda node: _rate(node.flops, node.ms)), number),
-        ("GB/s", of(lambda node: _rate(node.moved_bytes, node.ms)), number),
-        ("memory at the peak", of(attrgetter("held_bytes")), sized),
-    ]
 
 
 def _asked_for(techniques: Iterable[Tried]) -> list[Tried]:
@@ -277,35 +263,27 @@ def _judged_on(one: Tried) -> str:
     return "first batch" if part is not None and (part.error is not None or part.original_ms is not None) else ""
 
 
-def _part_speed(one: Tried) -> float | None:
-    part = one.measured
-    return part.original_ms / part.candidate_ms if part is not None and part.original_ms and part.candidate_ms else None
+def _of_part(over: str, under: str) -> Callable[[Tried], float | None]:
+    """The ratio of two figures of the part that a technique replaces."""
+
+    def ratio(one: Tried) -> float | None:
+        above, below = getattr(one.measured, over, None), getattr(one.measured, under, None)
+        return None if above is None or not below else above / below
+
+    return ratio
 
 
-def _part_memory(one: Tried) -> float | None:
-    part = one.measured
-    return (
-        part.candidate_bytes / part.original_bytes
-        if part is not None and part.original_bytes and part.candidate_bytes is not None
-        else None
-    )
-
-
-def _peak(one: Tried) -> tuple[int | None, int | None]:
-    return (None, None) if one.trial is None else (one.trial.peak_bytes_without, one.trial.peak_bytes_with)
-
-
-_BOUNDS = attrgetter("ratio", "low", "high")
+_BOUNDS, _PEAKS = attrgetter("ratio", "low", "high"), attrgetter("peak_bytes_without", "peak_bytes_with")
 _TECHNIQUE: list[Column] = [
     ("technique", attrgetter("name"), text),
     ("result", attrgetter("came_of_it"), text),
     ("why", attrgetter("why"), text),
     ("speed of whole steps", lambda one: None if one.trial is None else _BOUNDS(one.trial), interval),
     ("judged on", _judged_on, text),
-    ("peak memory", _peak, _memory),
+    ("peak memory", lambda one: None if one.trial is None else _PEAKS(one.trial), _memory),
     ("error beside rounding", lambda one: one, _spreads),
-    ("speed of what it replaces", _part_speed, times),
-    ("memory of what it replaces", _part_memory, times),
+    ("speed of what it replaces", _of_part("original_ms", "candidate_ms"), times),
+    ("memory of what it replaces", _of_part("candidate_bytes", "original_bytes"), times),
 ]
 _NAMED: list[Column] = [("what", itemgetter(0), text), ("value", itemgetter(1), number)]
 _PLAIN: list[Column] = [("what", itemgetter(0), text), ("value", itemgetter(1), text)]
@@ -314,40 +292,4 @@ _OF_CURVES: dict[str, Callable[[list[float]], float]] = {
     "least": min,
     "most": max,
     "last": itemgetter(-1),
-}
-
-
-# -- text within a page ------------------------------------------------------------------------------------------------
-
-
-def _markdown(value: Any) -> str:
-    """Of any letters, on one line, as they are read, and nothing of them as markup."""
-    escaped = re.sub(r"([\\`*])", r"\\\1", str(value).replace("&", "&amp;").replace("<", "&lt;"))
-    return " ".join(escaped.replace("__", r"\_\_").replace("](", r"]\(").split())
-
-
-def _code(value: str) -> str:
-    """As code within a line; backticks of its own are in longer ones."""
-    ticks = "`" * (1 + max(map(len, re.findall("`+", value)), default=0))
-    space = " " * (len(ticks) > 1)
-    return f"{ticks}{space}{' '.join(value.split())}{space}{ticks}"
-
-
-def _fence(value: str, language: str) -> str:
-    """As a block of code; backticks of its own are in longer ones."""
-    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
-    return f"{ticks}{language}\n{value}\n{ticks}"
-
-
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    "bytes": size,
-    "figure": figure,
-    "text": _markdown,
-    "cell": lambda value: _markdown(value).replace("|", "\\|"),
-    "code": _code,
-    "fence": _fence,
-    "part": lambda value, whole: f"{100 * value / whole:.1f}%" if whole else "0%",
-    "ms": lambda value: milliseconds(value)[0],
-    "rate": lambda amount, ms: figure(_rate(amount, ms)),
-    "gain": gain_of,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,11 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
 def shown_in_notebooks(record: Path) -> str:
     """The page on a run; empty if its record is not there any more."""
     from lightning_accel.evidence.render import to_html
-    from lightning_accel.evidence.report_model import page_of  # late: few are asked for
+    from lightning_accel.evidence.report_model import page_on  # late: few are asked for
 
-    try:
-        found = read_record(record)
-    except (OSError, ValueError):
-        return ""
-    return to_html(page_of(found, read_earlier(found)))
+    with suppress(OSError, ValueError):
+        return to_html(page_on(record))
+    return ""
 
 
 def record_folder(trainer: Trainer) -> Path | None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import say
-from lightning_accel.callbacks._logger_adapters import Told, adapters_of
+from lightning_accel.callbacks._logger_adapters import adapters_of
 from lightning_accel.callbacks._outcome import FitOutcome
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.trial import one_line
 from lightning_accel.evidence.epoch_speed import EpochSpeed
-from lightning_accel.evidence.figures import can_draw, share_bar
+from lightning_accel.evidence.figures import can_draw
 from lightning_accel.evidence.speed import Speed
 from lightning_accel.lightning.packages import Trainer
 
@@ -54,37 +53,27 @@ class Teller:
 
     def settled(self, speed: Speed | None) -> None:
         """Tells the loggers that live trials have settled, and how fast the fit was until then."""
-        outcome = FitOutcome.of(self._trainer, self.epochs, speed, {})
-        self._attempt(lambda: self._tell(Told(step=self._trainer.global_step, markdown=outcome.markdown())))
+        self._tell(FitOutcome(trainer=self._trainer, epochs=self.epochs, speed=speed))
 
     def ended(self, record: FitRecord, *, tells_all: bool, draws: bool) -> None:
         """Tells what the fit has come to: loggers more than metrics if ``tells_all``, and figures if it ``draws``."""
         if self.epochs:
             self._attempt(self._tell_end, record, tells_all, draws)
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, outcome: FitOutcome) -> None:
         for tell in self._adapters:
-            self._attempt(tell, told)
+            self._attempt(tell, outcome)
 
     def _tell_end(self, record: FitRecord, tells_all: bool, draws: bool) -> None:
-        outcome = FitOutcome.of(self._trainer, self.epochs, record.speed, record.parts_ms, record.memory)
-        if tells_all and self._adapters:
-            self._attempt(self._tell_all, outcome, record.path, draws)
+        drawn = {"parts_ms": record.parts_ms, "memory": record.memory} if draws else {}
+        about: Any = {"trainer": self._trainer, "epochs": self.epochs, "speed": record.speed, **drawn}
+        outcome = FitOutcome(is_end=True, record=record.path, **about)
+        if tells_all:
+            self._tell(outcome)
         # A report that is asked for is pointed to where it is written.
-        is_pointed_to = report_path(self._trainer) is not None
-        rank_zero_info(f"lightning-accel: {outcome.line(None if is_pointed_to else record.path)}")
-
-    def _tell_all(self, outcome: FitOutcome, record: Path | None, draws: bool) -> None:
-        run, *compared = outcome.sessions()
-        told = Told(
-            step=self._trainer.global_step,
-            markdown=outcome.markdown(record),
-            figures={name: share_bar(*drawn) for name, drawn in outcome.pictures()} if draws and can_draw() else {},
-            run=run,
-            compared=compared,
-            charted=frozenset(self.epochs[0].metrics()) if len(self.epochs) > 1 else frozenset(),
-        )
-        self._tell(told)
+        path = None if report_path(self._trainer) is not None else record.path
+        where = "" if path is None else ". Where its time went, and what to do next: lightning-accel report "
+        rank_zero_info(f"lightning-accel: {outcome.line()}{where}{path.parent.parent if path is not None else ''}")
 
     def _attempt(self, tell: Callable[..., Any], *values: Any) -> None:
         try:

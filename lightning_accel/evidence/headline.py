@@ -28,21 +28,13 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """What became of a prediction.
+    """What became of a prediction."""
 
-    Attributes:
-        finding: Of the earlier run, which is not found in this one any more.
-        predicted: How many times as fast this one was to be.
-        measured: How many times as fast it is, as ``1.31x [1.27, 1.35]``.
-        ratio: The same as a number.
-        earlier: The record of the earlier run.
-    """
-
-    finding: str
-    predicted: float
-    measured: str
-    ratio: float
-    earlier: str
+    finding: str  # of the earlier run, which is not found in this one any more
+    predicted: float  # how many times as fast this one was to be
+    measured: str  # how many times as fast it is, as `1.31x [1.27, 1.35]`
+    ratio: float  # the same as a number
+    earlier: str  # the record of the earlier run
 
 
 def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Record]) -> str:

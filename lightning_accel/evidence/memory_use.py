@@ -25,31 +25,21 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """What was held, and what is left.
+    """What was held, and what is left."""
 
-    Attributes:
-        parts: Category → bytes at the peak of the step that was taken apart, the most first.
-        beside: What of the measured peak is none of these; empty: no peak was measured.
-        beside_bytes: How much that is; with the parts it adds up to ``peak_bytes``.
-        peak_bytes: The largest peak of the run, of whoever keeps the books; 0: none was measured.
-        source: Who that is.
-        reserved_bytes: The most that torch's allocator has taken from a GPU; None: not a GPU, or not known.
-        device_bytes: All that the device has, on a CPU the machine or container.
-        headroom_bytes: What was left of that at the peak; None: not known.
-        modules: Those that held the most.
-        largest_batch: How many samples a batch may have for all of the device, by what activations take now, and at
-            most four times as many as it has; None: not known.
-    """
-
+    # category → bytes at the peak of the step that was taken apart, the most first
     parts: dict[str, int] = field(default_factory=dict)
-    beside: str = ""
-    beside_bytes: int = 0
-    peak_bytes: int = 0
-    source: str = ""
+    beside: str = ""  # what of the measured peak is none of these; empty: no peak was measured
+    beside_bytes: int = 0  # how much that is; with the parts it adds up to `peak_bytes`
+    peak_bytes: int = 0  # the largest peak of the run, of whoever keeps the books; 0: none was measured
+    source: str = ""  # who that is
+    # the most that torch's allocator has taken from a GPU; None: not a GPU, or not known
     reserved_bytes: int | None = None
-    device_bytes: int = 0
-    headroom_bytes: int | None = None
-    modules: list[Held] = field(default_factory=list)
+    device_bytes: int = 0  # all that the device has, on a CPU the machine or container
+    headroom_bytes: int | None = None  # what was left of that at the peak; None: not known
+    modules: list[Held] = field(default_factory=list)  # those that held the most
+    # how many samples a batch may have for all of the device, by what activations take now, and at most four times as
+    # many as it has; None: not known
     largest_batch: int | None = None
 
     @property

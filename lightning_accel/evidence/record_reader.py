@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from lightning_accel.evidence.events import (
-    FORMAT,
-    Event,
-    RunEnded,
-    RunStarted,
-    StepMeasured,
-    TrialsSettled,
-    event_of,
-    piece_length,
-)
+from lightning_accel.evidence.events import FORMAT, RunEnded, StepMeasured, event_of, piece_length
 from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE, Record
 from lightning_accel.evidence.served import KIND, Served
-from lightning_accel.evidence.step_breakdown import Anatomy
 
 
 class RecordError(ValueError):
@@ -74,45 +65,34 @@ def _read(path: Path) -> Record:
             f"{path} is written in format {first.get('format')!r}, of another version of lightning-accel; this one"
             f" reads format {FORMAT}. Read it with that version, or run the training again."
         )
-    events: list[Event] = []
-    epochs, served = [], None
+    found: defaultdict[str, list[Any]] = defaultdict(list)
     try:
         for line in (first, *lines):
-            kind = line.get("kind")
-            if kind == "epoch":  # of any version: what is known of it is looked up by name
-                epochs.append(line)
-            elif kind == KIND:
-                served = Served.from_dict(str(line["checkpoint"]), line)
+            kind = str(line.get("kind"))
+            if kind == KIND:
+                found[kind].append(Served.from_dict(str(line["checkpoint"]), line))
             elif (event := event_of(line)) is not None:
-                events.append(event)
-        steps = [_checked(event) for event in events if isinstance(event, StepMeasured)]
-        end = _last(events, RunEnded) or RunEnded(status="")
-        settled = _last(events, TrialsSettled)
+                # Epochs are of any version: what is known of one is looked up by its name.
+                found[kind].append(line if kind == "epoch" else event)
+        steps = [_checked(some) for some in found["steps"]]
     except RecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}. Run the training again.") from error
-    assert isinstance(events[0], RunStarted)
+    ended = found["end"][-1] if found["end"] else RunEnded(status="")
     return Record(
         path=path,
-        header=events[0],
+        header=found["run"][0],
         steps=steps,
-        epochs=epochs,
-        status=str(end.status),
-        report=end.report,
-        page=str(end.page),
-        anatomy=_last(events, Anatomy),
-        settled_step=None if settled is None else settled.step,
-        cards=end.cards,
-        served=served,
+        epochs=found["epoch"],
+        status=str(ended.status),
+        report=ended.report,
+        page=str(ended.page),
+        anatomy=next(reversed(found["anatomy"]), None),
+        settled_step=next((one.step for one in reversed(found["settled"])), None),
+        cards=ended.cards,
+        served=next(reversed(found[KIND]), None),
     )
-
-
-_Kind = TypeVar("_Kind")
-
-
-def _last(events: list[Event], kind: type[_Kind]) -> _Kind | None:
-    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _checked(some: StepMeasured) -> StepMeasured:

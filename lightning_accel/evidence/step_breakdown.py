@@ -45,23 +45,14 @@ class ModuleCost:
 
 @dataclass(kw_only=True)
 class LayoutCopy:
-    """Copies that change nothing but strides.
+    """Copies that change nothing but strides."""
 
-    Attributes:
-        module: Whose operations these are.
-        line: Of the user's, where they are asked for; empty in the backward pass.
-        made_by: The operation and the line that made a tensor of such strides; empty: not seen.
-        moved_bytes: What they wrote.
-        ms: What they took.
-        count: How many.
-    """
-
-    module: str
-    line: str
-    made_by: str
-    moved_bytes: int = 0
-    ms: float = 0.0
-    count: int = 0
+    module: str  # whose operations these are
+    line: str  # of the user's, where they are asked for; empty in the backward pass
+    made_by: str  # the operation and the line that made a tensor of such strides; empty: not seen
+    moved_bytes: int = 0  # what they wrote
+    ms: float = 0.0  # what they took
+    count: int = 0  # how many
 
 
 @dataclass(kw_only=True)

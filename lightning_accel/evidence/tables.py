@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 from lightning_accel.evidence.amounts import figure, share, size
@@ -102,18 +102,11 @@ def of(page: Page) -> dict[str, Table]:
     """All that a page has, by name; those that there is nothing for have no rows."""
     memory, model, peaks, served = page.memory, page.modules, page.peaks, page.served
     held, whole_ms = sum(memory.parts.values()), 0.0 if model is None else model.ms
-    beside = {memory.beside: memory.beside_bytes} if memory.beside else {}
     leaves = [] if model is None else sorted(model.leaves(), key=lambda pair: -pair[1].ms)[:_MOST_LEAVES]
     metrics = list(served.forms[0].scores) if served is not None and served.forms else []
     return {
         "parts": _shares("Parts of a step", ("part", "ms"), milliseconds, page.parts_ms, "total"),
         "memory": _shares("Memory at the peak", ("what", "size"), sized, memory.parts, "all tensors"),
-        "beside": table(
-            "Measured peak",
-            [("what", itemgetter(0), text), ("size", itemgetter(1), sized)],
-            {"all tensors": held, **beside}.items() if beside else (),
-            ("measured peak", held + memory.beside_bytes) if beside else None,
-        ),
         "held": _shares(
             "Activations by module",
             ("module", "size"),
@@ -183,7 +176,10 @@ def of(page: Page) -> dict[str, Table]:
         ),
         "epochs": table(
             "Epochs",
-            [(head, _get(name), shared if is_share else number) for name, (head, is_share) in EPOCH_COLUMNS.items()],
+            [
+                (head, methodcaller("get", name), shared if is_share else number)
+                for name, (head, is_share) in EPOCH_COLUMNS.items()
+            ],
             page.epochs,
         ),
         "curves": table(
@@ -239,10 +235,6 @@ def _shares(
 
 def _of_node(name: str) -> Callable[[tuple[str, Node]], Any]:
     return lambda pair: getattr(pair[1], name)
-
-
-def _get(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda values: values.get(name)
 
 
 def _asked_for(techniques: Iterable[Tried]) -> list[Tried]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lightning_accel.callbacks._announcements import say
-from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import makes_loaders
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.evidence.epoch_speed import EpochSpeed
 from lightning_accel.lightning.packages import Trainer
 
 

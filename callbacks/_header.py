@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.core.tree import leaves
-from lightning_accel.evidence.record import Header
+from lightning_accel.evidence.events import RunStarted
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.settings import Plan
@@ -29,13 +29,13 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-accel")
 _SECRET = re.compile(r"key|token|secret|password|passwd|credential", re.IGNORECASE)
 
 
-def header_of(trainer: Trainer, started: datetime, *, has_images: bool) -> Header:
+def header_of(trainer: Trainer, started: datetime, *, has_images: bool) -> RunStarted:
     """What a Trainer runs, and where."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     host = Host.detect(device)
     plan = getattr(trainer.precision_plugin, "plan", None)
     parameters = list(module.parameters())
-    return Header(
+    return RunStarted(
         started=started.isoformat(timespec="seconds"),
         command=_without_secrets(sys.argv),
         model=f"{type(module).__module__}.{type(module).__qualname__}",

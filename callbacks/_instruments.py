@@ -8,7 +8,6 @@ from typing import Any
 from lightning_accel.callbacks._advising import advise
 from lightning_accel.callbacks._allowance import Allowance
 from lightning_accel.callbacks._batch_size import SizeReader
-from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._interval import Interval
 from lightning_accel.callbacks._phase_sampler import PhaseSampler
@@ -24,6 +23,7 @@ from lightning_accel.core.ranks import gather
 from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import has_images
+from lightning_accel.evidence.epoch_speed import EpochSpeed
 from lightning_accel.evidence.record import RECORD_VARIABLE
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch

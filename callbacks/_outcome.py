@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import report_of
-from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.core.report import Report
-from lightning_accel.evidence.figures import MEND, can_draw
-from lightning_accel.evidence.record_reader import read_earlier, read_record
+from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
+from lightning_accel.evidence.figures import MEND, can_draw, share_bar
 from lightning_accel.evidence.speed import Speed
 from lightning_accel.evidence.step_breakdown import MemoryPeak
 from lightning_accel.experiment.pair_test import RatioInterval
@@ -21,59 +21,36 @@ from lightning_accel.settings import Plan
 from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
-
-
-@dataclass(frozen=True)
-class LoggedSession:
-    """Settings, and what came of them."""
-
-    name: str  # of what was tried in live trials; empty: the run itself
-    settings: dict[str, Any]  # name → value
-    metrics: dict[str, float]  # name → value
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Parts of a whole, for :func:`~lightning_accel.evidence.figures.share_bar`."""
-
-    name: str  # as loggers file it
-    title: str  # what the whole is
-    unit: str  # of the values
-    values: Mapping[str, float]  # part → its size
+_BOUNDS = tuple(f"{_RUN}speed_ratio{bound}" for bound in ("", "_low", "_high"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOutcome:
-    """What is known of a fit at its end, or where it has settled."""
+    """What is known of a fit where it has settled, or at its end: what loggers and console are told."""
 
+    trainer: Trainer
     epochs: Sequence[EpochSpeed]  # those that have ended
     speed: Speed | None  # how fast it is; None: too few steps to tell
-    parts_ms: Mapping[str, float]  # what a step's time goes to; empty where none was looked at
-    report: Report | None  # what the plugin did; None without it
-    tuning: Tuning | None  # what live trials have come to; None without them
-    settings: Mapping[str, Any] | None  # of the plan; None without the plugin
-    memory: MemoryPeak | None  # at the peak of a step that was taken apart; None: none was
+    is_end: bool = False  # whether settings, numbers and figures are to be told, too
+    record: Path | None = None  # of the run, at its end; None: there is none
+    parts_ms: Mapping[str, float] = field(default_factory=dict)  # what a step's time goes to, where it is to be drawn
+    memory: MemoryPeak | None = None  # at the peak of a step that was taken apart, likewise
 
-    @classmethod
-    def of(
-        cls,
-        trainer: Trainer,
-        epochs: Sequence[EpochSpeed],
-        speed: Speed | None,
-        parts_ms: Mapping[str, float],
-        memory: MemoryPeak | None = None,
-    ) -> FitOutcome:
-        """Of a fit as it stands."""
-        tuning, plan = (getattr(trainer.precision_plugin, name, None) for name in ("tuning", "plan"))
-        return cls(
-            epochs=epochs,
-            speed=speed,
-            parts_ms=parts_ms,
-            report=report_of(trainer),
-            tuning=tuning if isinstance(tuning, Tuning) else None,
-            settings=plan.to_dict() if isinstance(plan, Plan) else None,
-            memory=memory,
-        )
+    @property
+    def step(self) -> int:
+        """The optimizer's last."""
+        return self.trainer.global_step
+
+    @property
+    def report(self) -> Report | None:
+        """What the plugin did; None without it."""
+        return report_of(self.trainer)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What live trials have come to; None without them."""
+        tuning = getattr(self.trainer.precision_plugin, "tuning", None)
+        return tuning if isinstance(tuning, Tuning) else None
 
     @property
     def ratio(self) -> RatioInterval | None:
@@ -85,7 +62,7 @@ class FitOutcome:
     def peak_memory_mib(self) -> float | None:
         return max((epoch.peak_memory_mib for epoch in self.epochs if epoch.peak_memory_mib is not None), default=None)
 
-    def line(self, record: Path | None = None) -> str:
+    def line(self) -> str:
         """All of it in a line, for the console."""
         parts = [str(self.speed) if self.speed is not None else "speed not measured: too few steps"]
         if self.ratio is not None:
@@ -97,16 +74,14 @@ class FitOutcome:
         techniques = {} if self.report is None else self.report.techniques
         in_force = [name for name, one in techniques.items() if one.acts and name != "tuning"]
         parts.append(f"with {', '.join(in_force)}" if in_force else "as the user wrote it")
-        line = ", ".join(parts)
-        if record is None:
-            return line
-        return f"{line}. Where its time went, and what to do next: lightning-accel report {record.parent.parent}"
+        return ", ".join(parts)
 
-    def markdown(self, record: Path | None = None) -> str:
-        """For loggers that show text; with a record, at the run's end, that of a report."""
+    @functools.cached_property
+    def markdown(self) -> str:
+        """For loggers that show text; of a run that has left a record, its report."""
         lines = [f"**{self.line()}**"]
-        if record is not None:
-            lines.append(self._report_on(record))
+        if self.record is not None:
+            lines.append(self._report_on(self.record))
         elif self.report is not None:
             lines.append(f"```\n{self.report.to_text()}\n```")
         if not can_draw():
@@ -115,38 +90,52 @@ class FitOutcome:
 
     def _report_on(self, record: Path) -> str:
         from lightning_accel.evidence.render import to_markdown
-        from lightning_accel.evidence.report_model import page_of  # late: nobody asks during a run
+        from lightning_accel.evidence.report_model import page_on  # late: nobody asks during a run
 
-        found = read_record(record)
         done = None if self.report is None else self.report.to_dict()
-        return to_markdown(page_of(replace(found, status="finished", report=done), read_earlier(found)))
+        return to_markdown(page_on(record, status="finished", report=done))
 
-    def pictures(self) -> Iterator[Picture]:
-        """What is to be drawn."""
-        if sum(self.parts_ms.values()) > 0:
-            yield Picture(f"{PREFIX}step_time", "What a step's time goes to", "ms", self.parts_ms)
-        if self.memory is not None:
-            sizes = {name: size / 2**20 for name, size in self.memory.parts.items()}
-            yield Picture(f"{PREFIX}memory", "What was alive at the peak of a step", "MiB", sizes)
+    @functools.cached_property
+    def figures(self) -> dict[str, Any]:
+        """Figures of matplotlib's, where it is installed, by name."""
+        found = {}
+        if sum(self.parts_ms.values()) > 0 and can_draw():
+            found[f"{PREFIX}step_time"] = share_bar(self.parts_ms, "ms", "Where a step's time goes")
+        if self.memory is not None and can_draw():
+            found[f"{PREFIX}memory"] = share_bar(self.memory.parts, "bytes", "All tensors at the peak of a step")
+        return found
 
-    def sessions(self) -> Iterator[LoggedSession]:
-        """The run, and everything that its live trials compared."""
-        # Without what is off, of which there is much: TensorBoard shows a few columns at first.
-        on = {name: value for name, value in (self.settings or {}).items() if value and value != "off"}
-        settings = {f"{PREFIX}{name}": _plain(value) for name, value in on.items()}
-        yield LoggedSession("", settings, dict(self._metrics()))
-        for name, result in ({} if self.tuning is None else self.tuning.results).items():
-            settings = {f"{PREFIX}compared": name, f"{PREFIX}verdict": result.verdict}
-            yield LoggedSession(name, settings, {**_of(result.interval), f"{_RUN}turns": float(result.turns)})
+    def charted(self) -> set[str]:
+        """The metrics that were logged more than once."""
+        return set(self.epochs[0].metrics()) if len(self.epochs) > 1 else set()
 
-    def _metrics(self) -> Iterator[tuple[str, float]]:
-        if self.ratio is not None:
-            yield from _of(self.ratio).items()
+    def settings(self) -> dict[str, Any]:
+        """What is on, of which TensorBoard shows a few columns at first."""
+        plan = getattr(self.trainer.precision_plugin, "plan", None)
+        given = plan.to_dict() if isinstance(plan, Plan) else {}
+        return {f"{PREFIX}{name}": _plain(value) for name, value in given.items() if value and value != "off"}
+
+    def compared(self) -> dict[str, dict[str, Any]]:
+        """By name everything that its live trials compared."""
+        return {
+            name: {
+                **{f"{PREFIX}compared": name, f"{PREFIX}verdict": result.verdict},
+                **dict.fromkeys(_BOUNDS),  # so that all have the same names
+                **_of(result.interval),
+                f"{_RUN}turns": float(result.turns),
+            }
+            for name, result in ({} if self.tuning is None else self.tuning.results).items()
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """The run in numbers."""
+        found = {} if self.ratio is None else _of(self.ratio)
         if self.speed is not None:
             name = "samples_per_sec" if self.speed.unit == "samples" else "steps_per_sec"
-            yield f"{_RUN}{name}", self.speed.per_second
+            found[f"{_RUN}{name}"] = self.speed.per_second
         if self.peak_memory_mib is not None:
-            yield f"{_RUN}peak_memory_mib", self.peak_memory_mib
+            found[f"{_RUN}peak_memory_mib"] = self.peak_memory_mib
+        return found
 
 
 def _plain(value: Any) -> Any:
@@ -154,5 +143,5 @@ def _plain(value: Any) -> Any:
 
 
 def _of(interval: RatioInterval) -> dict[str, float]:
-    bounds = {"speed_ratio": interval.ratio, "speed_ratio_low": interval.low, "speed_ratio_high": interval.high}
-    return {f"{_RUN}{name}": value for name, value in bounds.items() if math.isfinite(value)}
+    bounds = zip(_BOUNDS, (interval.ratio, interval.low, interval.high), strict=True)
+    return {name: value for name, value in bounds if math.isfinite(value)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_accel.callbacks._epoch import EpochSpeed, Stragglers
+from lightning_accel.evidence.epoch_speed import EpochSpeed, Stragglers
 from lightning_accel.evidence.speed import FEWEST
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,26 @@ import torch
 from torch import Tensor
 
 from lightning_accel.callbacks._announcements import report_of, say
-from lightning_accel.callbacks._epoch import EpochSpeed
 from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
-from lightning_accel.callbacks._reporting import leave_report
+from lightning_accel.callbacks._reporting import leave_report, shown_in_notebooks
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.report import one_line
 from lightning_accel.core.step_timeline import StepTally
 from lightning_accel.core.torch_private.compilation import compiling_ms, graphs_captured
-from lightning_accel.evidence.phase_names import ORDER
-from lightning_accel.evidence.record import (
+from lightning_accel.evidence.epoch_speed import EpochSpeed
+from lightning_accel.evidence.events import (
     MOST_OF_CARD,
     MOST_PIECES,
-    RecordWriter,
-    Steps,
+    EpochEnded,
+    RunEnded,
+    StepMeasured,
+    TrialsSettled,
     in_pieces,
-    mean_parts_ms,
 )
+from lightning_accel.evidence.phase_names import ORDER
+from lightning_accel.evidence.record import RecordWriter, mean_parts_ms
 from lightning_accel.evidence.speed import Speed, speed_of
 from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeak
 from lightning_accel.lightning.packages import Trainer
@@ -66,10 +68,10 @@ class FitRecord:
         self.folder: Path | None = None
         self._device = trainer.strategy.root_device
         self._started = datetime.now(timezone.utc)
-        self._course: list[Steps] = []
+        self._course: list[StepMeasured] = []
         self._settled_step: int | None = None
         self._in_file = 0  # of these
-        self._epochs: deque[tuple[EpochSpeed, float | None]] = deque(maxlen=_MOST_WAITING)  # that are not in the file
+        self._epochs: deque[EpochEnded] = deque(maxlen=_MOST_WAITING)  # that are not in the file
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
         self._due = Deadline(EVERY_S)
@@ -159,21 +161,21 @@ class FitRecord:
             return
         found.step = self._steps + 1  # which it has not been told the end of
         self.memory = found.memory
-        self._attempt(lambda file: file.anatomy(found))
+        self._attempt(lambda file: file.write(found))
 
     def settled(self, tally: StepTally) -> None:
         """Told where live trials have settled."""
         self._take(tally)
         self._write()  # so that no piece of the run is of steps before and after
         self._settled_step = self._steps
-        self._attempt(lambda file: file.settled(self._steps))
+        self._attempt(lambda file: file.write(TrialsSettled(step=self._steps)))
 
     def epoch_ended(self, tally: StepTally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
         self._take(tally)
         if self._writer is None or self._due.is_over():
             self._write()
-        self._epochs.append((speed, self._reserved_mib()))
+        self._epochs.append(EpochEnded(**vars(speed), reserved_mib=self._reserved_mib()))
         self._attempt(self._catch_up)
 
     def training_ended(self, tally: StepTally, exception: BaseException | None = None) -> None:
@@ -194,9 +196,12 @@ class FitRecord:
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
         report = report_of(self._trainer)
         plain = None if report is None else report.to_dict()
-        self._attempt(lambda file: file.end(status, plain, page, told_by_cards(self._trainer)))
+        ended = RunEnded(status=status, report=plain, page=page, cards=told_by_cards(self._trainer))
+        self._attempt(lambda file: file.write(ended))
         if self._writer is not None and self.folder is not None:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
+            if report is not None:
+                report.page = partial(shown_in_notebooks, self._writer.path)
         self.folder, self._has_failed = None, True  # nothing more is written
 
     def _reserved_mib(self) -> float | None:
@@ -226,10 +231,10 @@ class FitRecord:
             self._guarded(lambda: self._course.append(self._some()))
             self._attempt(self._catch_up)
 
-    def _some(self) -> Steps:
+    def _some(self) -> StepMeasured:
         taken = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken()
         captured, compiling = graphs_captured(), compiling_ms()
-        some = Steps(
+        some = StepMeasured(
             first=self._written + 1,
             last=self._steps,
             timed=len(self._cycle_ms),
@@ -256,11 +261,10 @@ class FitRecord:
     def _catch_up(self, file: RecordWriter) -> None:
         """Writes what it has been told of that is not in the file."""
         for some in self._course[self._in_file :]:
-            file.steps(some)
+            file.write(some)
         self._in_file = len(self._course)
         while self._epochs:
-            speed, reserved_mib = self._epochs.popleft()
-            file.epoch({**asdict(speed), "reserved_mib": reserved_mib})
+            file.write(self._epochs.popleft())
 
     def _file(self, folder: Path) -> RecordWriter:
         if self._writer is None:
@@ -269,7 +273,7 @@ class FitRecord:
                 folder / name, header_of(self._trainer, self._started, has_images=self.has_images)
             )
             if self._settled_step is not None:
-                self._writer.settled(self._settled_step)
+                self._writer.write(TrialsSettled(step=self._settled_step))
         return self._writer
 
     def _attempt(self, write: Callable[[RecordWriter], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) ->
             say_of_rank(trainer, f"the report is in {wanted or beside}")
     except Exception as error:  # whatever it is: the run is worth more than its report
         say(trainer, f"this run's report could not be written: {one_line(error)}")
+
+
+def shown_in_notebooks(record: Path) -> str:
+    """The page on a run; empty if its record is not there any more."""
+    from lightning_accel.evidence.render import to_html
+    from lightning_accel.evidence.report_model import page_on  # late: few are asked for
+
+    with suppress(OSError, ValueError):
+        return to_html(page_on(record))
+    return ""
 
 
 def record_folder(trainer: Trainer) -> Path | None:

@@ -7,7 +7,7 @@ from collections import deque
 
 from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.step_timeline import StepTimeline, StepTimes
-from lightning_accel.evidence.speed import duration
+from lightning_accel.evidence.amounts import duration
 
 FACTOR = 3.0
 """So many times the median is slow."""

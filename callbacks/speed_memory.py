@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.callbacks._epoch import PREFIX, EpochSpeed
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import record_folder
 from lightning_accel.callbacks._rests import Rests
 from lightning_accel.core.patch import AttributePatch, PatchSet
+from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, own, rank_zero_warn
 from lightning_accel.memory.oom_report import StepMemoryError

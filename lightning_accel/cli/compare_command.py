@@ -82,7 +82,7 @@ def judged(found: RunComparison, gate: float | None) -> list[str]:
 
 def rows_of(found: RunComparison) -> list[tuple[str, str, str, str]]:
     """What is compared, A's, B's, and B's by A's."""
-    from lightning_accel.evidence.speed import rate
+    from lightning_accel.evidence.amounts import rate
 
     first, second = found.per_second
     rows = [(f"{found.unit}/s", rate(first), rate(second), str(found.speed))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -137,6 +137,7 @@ class Report:
         self.device = device
         self.techniques = {name: TechniqueReport(name, "off", "off") for name in names}
         self.purse = purse
+        self.page: Callable[[], str] | None = None  # makes the page of the run that is over, as HTML
         self._notes: dict[str, str] = {}
         if device:
             self._note_versions()
@@ -229,7 +230,9 @@ class Report:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        """As a notebook shows it."""
+        """As a notebook shows it: the page of a run that has left a record, else text."""
+        if self.page is not None and (page := self.page()):
+            return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 85vh; border: 0"></iframe>'
         return f"<pre>{escape(self.to_text())}</pre>"
 
 

@@ -25,7 +25,8 @@ _INK = "#010203"  # stands for the colour of the text
 _LINE = "#0072B2"
 _MARK = "#D55E00"  # where live trials had settled
 _NAMED = 6  # modules under the roof that are named
-_LONGEST = 28  # letters of a name
+_LONGEST = 24  # letters of a name
+_WIDTH = 5.4  # inches: letters can be read on a screen of 390 pixels, too
 _DOT = 260  # the area of the largest form, in points
 
 
@@ -35,12 +36,10 @@ def of(page: Page) -> dict[str, str]:
     if not can_draw():
         return found
     if page.parts_ms:
-        found["parts"] = _svg(share_bar(page.parts_ms, "ms", "A step"), "What a step's time goes to")
+        found["parts"] = _svg(share_bar(page.parts_ms, "ms", "A step"), "Where a step's time goes")
     if page.memory.parts:
-        sizes = {name: size / 2**20 for name, size in page.memory.parts.items()}
-        found["memory"] = _svg(
-            share_bar(sizes, "MiB", "Tensors at the peak of a step"), "What the memory at the peak consists of"
-        )
+        drawn = share_bar(page.memory.parts, "bytes", "All tensors at the peak of a step")
+        found["memory"] = _svg(drawn, "What the memory at the peak consists of")
     if any(len(points) > 1 for points in page.curves.values()):
         found["curves"] = _svg(_curves(page), f"Over the run: {'; '.join(page.curves)}")
     if page.peaks is not None and page.modules is not None and (points := _points(page.modules)):
@@ -54,24 +53,24 @@ def _curves(page: Page) -> Figure:
     from matplotlib.figure import Figure
 
     shown = {name: points for name, points in page.curves.items() if len(points) > 1}
-    figure = Figure(figsize=(8.0, 1.5 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 1.4 * len(shown)), layout="constrained")
     all_axes: Any = figure.subplots(len(shown), 1, squeeze=False)
     for axes, (name, points) in zip(all_axes[:, 0], shown.items(), strict=True):
         axes.plot(*zip(*points, strict=True), color=_LINE, linewidth=1.4)
         if page.settled_step is not None:
             axes.axvline(page.settled_step, color=_MARK, linewidth=1.2, linestyle="--")
-        axes.set_title(name, loc="left", fontsize=9)
+        axes.set_title(name, loc="left", fontsize=10)
         axes.grid(visible=True, alpha=0.25)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=9)
         axes.spines[["right", "top"]].set_visible(False)
     return figure
 
 
 def _points(model: Node) -> list[tuple[str, float, float]]:
     """Modules without parts that have FLOPs: their FLOPs a byte, and FLOPs a second; the most time first."""
-    computing = [(path, one) for path, one in model.leaves() if one.flops and one.ms > 0 and one.moved_bytes]
-    computing.sort(key=lambda pair: -pair[1].ms)
-    return [(path, one.flops / one.moved_bytes, one.flops / one.ms * 1e3) for path, one in computing]
+    leaves = sorted(model.leaves(), key=lambda pair: -pair[1].ms)
+    found = [(path, one.flops_per_byte, one.gflops_per_sec) for path, one in leaves]
+    return [(path, at, 1e9 * speed) for path, at, speed in found if at is not None and speed is not None]
 
 
 def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
@@ -86,10 +85,10 @@ def _roofline(points: list[tuple[str, float, float]], peaks: Peaks) -> Figure:
     axes.scatter(reached, [y for _, _, y in points], color=_LINE, s=24, zorder=3)
     for path, x, y in points[:_NAMED]:
         name = path if len(path) <= _LONGEST else f"…{path[1 - _LONGEST :]}"
-        note = axes.annotate(name, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points", parse_math=False)
+        note = axes.annotate(name, (x, y), fontsize=9, xytext=(4, 3), textcoords="offset points", parse_math=False)
         note.set_in_layout(False)  # else a name at the edge would take the room of the chart
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte that is read or written", ylabel="FLOP/s")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9)
     return figure
 
 
@@ -104,7 +103,7 @@ def _served(served: Served) -> Figure:
         area = _DOT * max(form.disk_bytes / largest, 0.05)
         axes.scatter(x, y, s=area, color=_MARK if form.is_worse else _LINE, alpha=0.55, zorder=3)
         is_chosen = form.name == served.recommended
-        note = axes.annotate(form.name, (x, y), fontsize=8, xytext=(6, 5), textcoords="offset points", parse_math=False)
+        note = axes.annotate(form.name, (x, y), fontsize=9, xytext=(6, 5), textcoords="offset points", parse_math=False)
         note.set_fontweight("bold" if is_chosen else "normal")
         note.set_in_layout(False)
     lost = f"{served.metric} lost" if served.metric else "error, as a share of the norm"
@@ -116,7 +115,7 @@ def _served(served: Served) -> Figure:
 def _with_axes() -> tuple[Figure, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(visible=True, alpha=0.25)
     return figure, axes

@@ -6,12 +6,17 @@ Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart; e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_accel.evidence.amounts import duration, share, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Unit = Literal["ms", "bytes"]
 
 MEND = "Figures need matplotlib: pip install 'lightning-accel[report]'."
 
@@ -19,7 +24,8 @@ MEND = "Figures need matplotlib: pip install 'lightning-accel[report]'."
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#F0E442", "#D55E00", "#56B4E9", "#CC79A7", "#5A5A5A")
 _ARE_DARK = ("#0072B2", "#009E73", "#D55E00", "#5A5A5A")  # on which white reads better than black
 _BLACK = "#0A0A0A"  # on a colour, whatever becomes of the letters beside it
-_LEAST_LABELLED = 0.06  # of the bar's length: in less, no number has room
+_LEAST_LABELLED = 0.08  # of the bar's length: in less, no number has room
+_FORMS: dict[Unit, Callable[[float], str]] = {"ms": duration, "bytes": size}
 
 
 def can_draw() -> bool:
@@ -27,12 +33,12 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def share_bar(values: Mapping[str, float], unit: str, title: str) -> Figure:
+def share_bar(values: Mapping[str, float], unit: Unit, title: str) -> Figure:
     """One bar of parts that add up to a whole, in their order, each named with its value and its share.
 
     Args:
         values: Part → its size, in ``unit``, none of them negative; at least one above zero.
-        unit: ``"ms"``, say.
+        unit: Of the values.
         title: What the whole is.
 
     Raises:
@@ -44,23 +50,25 @@ def share_bar(values: Mapping[str, float], unit: str, title: str) -> Figure:
     total = sum(values.values())
     if not total > 0 or min(values.values()) < 0:
         raise ValueError(f"values has no parts of a whole: {dict(values)}. Give sizes above zero.")
-    figure = Figure(figsize=(6.0, 1.7 + 0.22 * len(values)), dpi=120, facecolor="white", layout="constrained")
+    form = _FORMS[unit]
+    labels = [textwrap.fill(f"{name}: {form(value)} ({share(value / total)})", 56) for name, value in values.items()]
+    lines = sum(label.count("\n") + 1 for label in labels)
+    figure = Figure(figsize=(5.4, 1.4 + 0.22 * lines), dpi=120, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     left = 0.0
-    for index, (name, value) in enumerate(values.items()):
+    for index, (value, label) in enumerate(zip(values.values(), labels, strict=True)):
         color = _COLORS[index % len(_COLORS)]
         hatch = "//" if index >= len(_COLORS) else None
-        label = f"{name}: {value:,.3g} {unit} ({value / total:.0%})"
         axes.barh(0, value, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=1.5, label=label)
         if value >= _LEAST_LABELLED * total:
             ink = "white" if color in _ARE_DARK else _BLACK
             axes.text(left + value / 2, 0, f"{value / total:.0%}", ha="center", va="center", color=ink, fontsize=10)
         left += value
-    axes.set_title(f"{title}: {total:,.4g} {unit}", loc="left", fontsize=11)
+    axes.set_title(f"{title}: {form(total)}", loc="left", fontsize=11)
     axes.set_xlim(0, total)
-    axes.set_xlabel(unit)
+    axes.set_xticks([])
     axes.set_yticks([])
-    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines[:].set_visible(False)
     figure.legend(loc="outside lower left", frameon=False, fontsize=10)
     return figure
 

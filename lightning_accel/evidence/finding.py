@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_accel.evidence import phase_names
-from lightning_accel.evidence.record import Record, Steps
+from lightning_accel.evidence.events import StepMeasured
+from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import BEGINNING
 
 if TYPE_CHECKING:
@@ -20,27 +21,16 @@ WORTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something to be mended.
+    """Something to be mended."""
 
-    Attributes:
-        name: By which another run's is told to be the same.
-        says: What was found, with its figures.
-        action: What to do, in a line.
-        python: What to write; empty: there is no one line.
-        yaml: The same in a configuration of Lightning's command line; empty: none.
-        speedup: How many times as fast the run is predicted to be then; None: that cannot be told.
-        freed_bytes: What the peak is predicted to lose.
-        basis: What the prediction rests on.
-    """
-
-    name: str
-    says: str
-    action: str
-    python: str = ""
-    yaml: str = ""
-    speedup: float | None = None
-    freed_bytes: int = 0
-    basis: str = ""
+    name: str  # by which another run's is told to be the same
+    says: str  # what was found, with its figures
+    action: str  # what to do, in a line
+    python: str = ""  # what to write; empty: there is no one line
+    yaml: str = ""  # the same in a configuration of Lightning's command line; empty: none
+    speedup: float | None = None  # how many times as fast the run is predicted to be then; None: that cannot be told
+    freed_bytes: int = 0  # what the peak is predicted to lose
+    basis: str = ""  # what the prediction rests on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +63,7 @@ class Seen:
         """Of a step, that a part takes."""
         return self.parts_ms.get(part, 0.0) / self.step_ms if self.step_ms else 0.0
 
-    def per_look(self, value: Callable[[Steps], float]) -> float:
+    def per_look(self, value: Callable[[StepMeasured], float]) -> float:
         """What the steps that were looked at have in their sum, for each of them; 0 where none was."""
         looked_at = sum(some.looked_at for some in self.record.steps)
         return sum(map(value, self.record.steps)) / looked_at if looked_at else 0.0

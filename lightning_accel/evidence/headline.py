@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,13 @@ from typing import Any
 import yaml
 
 from lightning_accel.core.byte_size import format_bytes
+from lightning_accel.evidence.amounts import duration
 from lightning_accel.evidence.compare import compare
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Record
+from lightning_accel.evidence.speed import Speed, speed_of
+from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.settings import Plan
 
 _PLAIN = {"python": "Trainer(plugins=[AccelPlugin()])", "yaml": "accel: {}"}
@@ -26,21 +28,13 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """What became of a prediction.
+    """What became of a prediction."""
 
-    Attributes:
-        finding: Of the earlier run, which is not found in this one any more.
-        predicted: How many times as fast this one was to be.
-        measured: How many times as fast it is, as ``1.31x [1.27, 1.35]``.
-        ratio: The same as a number.
-        earlier: The record of the earlier run.
-    """
-
-    finding: str
-    predicted: float
-    measured: str
-    ratio: float
-    earlier: str
+    finding: str  # of the earlier run, which is not found in this one any more
+    predicted: float  # how many times as fast this one was to be
+    measured: str  # how many times as fast it is, as `1.31x [1.27, 1.35]`
+    ratio: float  # the same as a number
+    earlier: str  # the record of the earlier run
 
 
 def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Record]) -> str:
@@ -52,21 +46,55 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
         return f"Ended after {record.num_steps:,} steps: {record.status}"
     if record.header.settings is None:
         return f"A run of {record.num_steps:,} steps without AccelPlugin: nothing was tried"
-    whole = tuning.get("whole")
-    if not whole:
+    if not tuning.get("whole"):
         return f"A run of {record.num_steps:,} steps: nothing was measured against plain"
-    if not tuning.get("choices"):
-        return "As fast as plain: no option was measurably faster on its own steps"
-    ratio, low, high = (float(whole["interval"][name]) for name in ("ratio", "low", "high"))
-    words = [f"{ratio:.2f}x [{low:.2f}, {'∞' if math.isinf(high) else f'{high:.2f}'}] over plain"]
+    over_plain = _over_plain(tuning)
+    if over_plain is None:
+        return "As fast as plain: no option made its steps measurably faster"
+    words = [f"{over_plain} over plain"]
     source = record.peak_memory_source
     plain = [one for one in earlier if one.header.settings is None and one.peak_memory_source == source]
     peaks = record.peak_memory_mib, plain[-1].peak_memory_mib if plain else None
     if peaks[0] and peaks[1]:
         words.append(f"{peaks[0] / peaks[1]:.2f}x the memory of {plain[-1].path.parent.parent.name}")
-    if (step := _profit_step(record, ratio)) is not None:
+    _, step = _saved(record, over_plain.ratio)
+    if step is not None:
         words.append(f"from step {step:,} on in profit")
     return ", ".join(words)
+
+
+def facts_of(record: Record, tuning: Mapping[str, Any], findings: Sequence[Finding]) -> dict[str, str]:
+    """The first line of a page: which run, how fast beside plain, what that has saved, what to do next."""
+    header, over_plain = record.header, _over_plain(tuning)
+    speed = speed_of(record.steps, record.settled_step, header.world_size)
+    facts = {
+        "run": "/".join(record.path.parts[-4:-2]),
+        "model": header.model.rpartition(".")[2],
+        "started": f"{header.started[:16].replace('T', ' ')} UTC",
+        "speed now": "not measured: too few steps" if speed is None else str(speed),
+    }
+    if header.settings is None:
+        facts["plain"] = "this run is plain"
+    elif over_plain is not None and speed is not None:
+        facts["plain"] = str(Speed(speed.per_second / over_plain.ratio, speed.unit))
+        saved_s, _ = _saved(record, over_plain.ratio)
+        facts["time saved"] = (
+            duration(1e3 * saved_s) if saved_s > 0 else f"none yet: trials took {duration(-1e3 * saved_s)} more"
+        )
+    elif tuning.get("whole"):
+        facts |= {"plain": "the same: it trains as plain", "time saved": "none"}
+    else:
+        facts["plain"] = "not measured"
+    if findings:
+        facts["next"] = gain_of(findings[0]) or findings[0].action
+    return facts
+
+
+def _over_plain(tuning: Mapping[str, Any]) -> RatioInterval | None:
+    """How many times as fast as plain a run has come to be; None where that is not known, or it trains as plain."""
+    if not tuning.get("whole") or not tuning.get("choices"):
+        return None
+    return RatioInterval(*(float(tuning["whole"]["interval"][name]) for name in ("ratio", "low", "high")))
 
 
 def _line(text: str, number: int) -> str:
@@ -74,12 +102,12 @@ def _line(text: str, number: int) -> str:
     return lines[number].strip() if number < len(lines) else ""
 
 
-def _profit_step(record: Record, ratio: float) -> int | None:
-    """The step from which on the run has taken less, all in all, than a plain one that is slower by ``ratio``."""
+def _saved(record: Record, ratio: float) -> tuple[float, int | None]:
+    """The seconds that the run has taken less than a plain one, slower by ``ratio``, and since which step it has."""
     pieces = [piece for some in record.steps for piece in some.pieces()]
     late = [ms for _, _, ms in pieces[len(pieces) // 2 :]]
     if not late:
-        return None
+        return 0.0, None
     plain_ms = ratio * statistics.median(late)
     saved, step = 0.0, None
     for first, count, ms in pieces:
@@ -88,7 +116,7 @@ def _profit_step(record: Record, ratio: float) -> int | None:
             step = None
         elif step is None:
             step = first
-    return step
+    return saved / 1e3, step
 
 
 def verdict_of(record: Record, parts_ms: Mapping[str, float], findings: Sequence[Finding]) -> str:

@@ -9,9 +9,10 @@ from lightning_accel.evidence import step_breakdown as categories
 from lightning_accel.evidence.record import Record
 
 BESIDE_ON_GPU = "workspace within operations, and what other steps held beside"
-BESIDE_ON_CPU = "the process beside these tensors: Python, libraries, what allocators keep"
+BESIDE_ON_CPU = "the rest of the process: Python, libraries, what allocators keep"
 _MOST = 20
 _ROOM = 0.95  # of what the device has: allocators leave gaps
+_MOST_TIMES = 4  # as large a batch: what one step has shown says nothing of much larger ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,31 +25,21 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """What was held, and what is left.
+    """What was held, and what is left."""
 
-    Attributes:
-        parts: Category → bytes at the peak of the step that was taken apart, the most first.
-        beside: What of the measured peak is none of these; empty: no peak was measured.
-        beside_bytes: How much that is; with the parts it adds up to ``peak_bytes``.
-        peak_bytes: The largest peak of the run, of whoever keeps the books; 0: none was measured.
-        source: Who that is.
-        reserved_bytes: The most that torch's allocator has taken from a GPU; None: not a GPU, or not known.
-        device_bytes: All that the device has, on a CPU the machine or container.
-        headroom_bytes: What was left of that at the peak; None: not known.
-        modules: Those that held the most.
-        largest_batch: How many samples a batch may have for all of the device, by what activations take now; None: not
-            known.
-    """
-
+    # category → bytes at the peak of the step that was taken apart, the most first
     parts: dict[str, int] = field(default_factory=dict)
-    beside: str = ""
-    beside_bytes: int = 0
-    peak_bytes: int = 0
-    source: str = ""
+    beside: str = ""  # what of the measured peak is none of these; empty: no peak was measured
+    beside_bytes: int = 0  # how much that is; with the parts it adds up to `peak_bytes`
+    peak_bytes: int = 0  # the largest peak of the run, of whoever keeps the books; 0: none was measured
+    source: str = ""  # who that is
+    # the most that torch's allocator has taken from a GPU; None: not a GPU, or not known
     reserved_bytes: int | None = None
-    device_bytes: int = 0
-    headroom_bytes: int | None = None
-    modules: list[Held] = field(default_factory=list)
+    device_bytes: int = 0  # all that the device has, on a CPU the machine or container
+    headroom_bytes: int | None = None  # what was left of that at the peak; None: not known
+    modules: list[Held] = field(default_factory=list)  # those that held the most
+    # how many samples a batch may have for all of the device, by what activations take now, and at most four times as
+    # many as it has; None: not known
     largest_batch: int | None = None
 
     @property
@@ -86,7 +77,7 @@ def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def _largest_batch(record: Record, parts: Mapping[str, int], beside: int) -> int | None:
     """By what does not grow with the batch, and what does, in the step that was taken apart."""
-    size = next((one["batch_size"] for one in record.header.loaders if "batch_size" in one), None)
+    size: int | None = next((one["batch_size"] for one in record.header.loaders if "batch_size" in one), None)
     stays = (
         *(categories.PARAMETERS, categories.GRADIENTS, categories.STATES),
         *(categories.BUFFERS, categories.COPIES, categories.STEPPING),
@@ -95,4 +86,5 @@ def _largest_batch(record: Record, parts: Mapping[str, int], beside: int) -> int
     grows = sum(parts.values()) - fixed
     if size is None or grows <= 0 or not record.header.device_bytes:
         return None
-    return max(0, int(size * (_ROOM * record.header.device_bytes - fixed - beside) / grows))
+    fits = int(size * (_ROOM * record.header.device_bytes - fixed - beside) / grows)
+    return max(0, min(fits, _MOST_TIMES * size))

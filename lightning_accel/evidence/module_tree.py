@@ -15,33 +15,33 @@ MOST = 500
 
 @dataclass
 class Node:
-    """A module and its parts.
+    """A module and its parts."""
 
-    Attributes:
-        name: Its own name; the whole model's is ``(model)``; ``(7 more)`` stands for so many with little in them.
-        kind: Its class.
-        forward_ms: Of its operations and those of its parts, in the forward pass.
-        backward_ms: The same of the backward pass.
-        flops: Of both.
-        low_precision_flops: Of these, those on numbers of 16 bits or less.
-        moved_bytes: That they read and wrote.
-        held_bytes: What its forward pass made that was alive at the peak.
-        parts: Below it, the most time first.
-    """
-
-    name: str
-    kind: str = ""
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
-    flops: int = 0
-    low_precision_flops: int = 0
-    moved_bytes: int = 0
-    held_bytes: int = 0
-    parts: list[Node] = field(default_factory=list)
+    name: str  # its own name; the whole model's is `(model)`; `(7 more)` stands for so many with little in them
+    kind: str = ""  # its class
+    forward_ms: float = 0.0  # of its operations and those of its parts, in the forward pass
+    backward_ms: float = 0.0  # the same of the backward pass
+    flops: int = 0  # of both
+    low_precision_flops: int = 0  # of these, those on numbers of 16 bits or less
+    moved_bytes: int = 0  # that they read and wrote
+    held_bytes: int = 0  # what its forward pass made that was alive at the peak
+    parts: list[Node] = field(default_factory=list)  # below it, the most time first
 
     @property
     def ms(self) -> float:
         return self.forward_ms + self.backward_ms
+
+    @property
+    def flops_per_byte(self) -> float | None:
+        return self.flops / self.moved_bytes if self.flops and self.moved_bytes else None
+
+    @property
+    def gflops_per_sec(self) -> float | None:
+        return self.flops / self.ms / 1e6 if self.flops and self.ms > 0 else None
+
+    @property
+    def gb_per_sec(self) -> float | None:
+        return self.moved_bytes / self.ms / 1e6 if self.moved_bytes and self.ms > 0 else None
 
     def add(self, cost: ModuleCost | Node, held_bytes: int) -> None:
         """Adds what one module's own operations took, or a node's."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_accel.evidence import phase_names
+from lightning_accel.evidence.events import StepMeasured
 from lightning_accel.evidence.finding import WORTH, Finding, Seen
-from lightning_accel.evidence.record import Steps
 from lightning_accel.evidence.speed import BEGINNING
 
 _RARE_LOGGING = 50  # Lightning's own default
@@ -121,7 +121,7 @@ def recompiling(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _lost_to_recompiling_ms(chosen: Sequence[Steps], took_ms: float) -> float:
+def _lost_to_recompiling_ms(chosen: Sequence[StepMeasured], took_ms: float) -> float:
     """What steps that captured a graph took beyond others.
 
     That is more than the compiler's own account of itself: what it leaves behind keeps the garbage collector busy, and

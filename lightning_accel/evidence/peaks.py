@@ -22,17 +22,11 @@ _REPEATS_ON_GPU = 16  # a call takes a fifth of a millisecond there
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The best of a few rounds.
+    """The best of a few rounds."""
 
-    Attributes:
-        float32_flops: FLOPs a second of a product of float32 matrices, at the precision that is set for them.
-        bfloat16_flops: Of one of bfloat16 matrices.
-        bytes_per_sec: Read and written, by a copy in memory.
-    """
-
-    float32_flops: float
-    bfloat16_flops: float
-    bytes_per_sec: float
+    float32_flops: float  # FLOPs a second of a product of float32 matrices, at the precision that is set for them
+    bfloat16_flops: float  # of one of bfloat16 matrices
+    bytes_per_sec: float  # read and written, by a copy in memory
 
 
 def measure_peaks(device: torch.device) -> Peaks:

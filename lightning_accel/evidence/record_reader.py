@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.evidence.record import FOLDER, FORMAT, RECORD_VARIABLE, Header, Record, Steps, piece_length
+from lightning_accel.evidence.events import FORMAT, RunEnded, StepMeasured, event_of, piece_length
+from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE, Record
 from lightning_accel.evidence.served import KIND, Served
-from lightning_accel.evidence.step_breakdown import Anatomy
 
 
 class RecordError(ValueError):
@@ -64,47 +65,38 @@ def _read(path: Path) -> Record:
             f"{path} is written in format {first.get('format')!r}, of another version of lightning-accel; this one"
             f" reads format {FORMAT}. Read it with that version, or run the training again."
         )
-    names = Header.__dataclass_fields__
+    found: defaultdict[str, list[Any]] = defaultdict(list)
     try:
-        header = Header(**{name: first[name] for name in names if name in first})
-        steps, epochs, anatomy, settled_step, served, end = [], [], None, None, None, {}
-        for line in lines:
-            kind = line.pop("kind", None)
-            if kind == "steps":
-                steps.append(_steps(line))
-            elif kind == "epoch":
-                epochs.append(line)
-            elif kind == "end":
-                end = line
-            elif kind == "settled":
-                settled_step = int(line["step"])
-            elif kind == "anatomy":
-                anatomy = Anatomy.from_dict(line)
-            elif kind == KIND:
-                served = Served.from_dict(str(line["checkpoint"]), line)
+        for line in (first, *lines):
+            kind = str(line.get("kind"))
+            if kind == KIND:
+                found[kind].append(Served.from_dict(str(line["checkpoint"]), line))
+            elif (event := event_of(line)) is not None:
+                # Epochs are of any version: what is known of one is looked up by its name.
+                found[kind].append(line if kind == "epoch" else event)
+        steps = [_checked(some) for some in found["steps"]]
     except RecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}. Run the training again.") from error
+    ended = found["end"][-1] if found["end"] else RunEnded(status="")
     return Record(
         path=path,
-        header=header,
+        header=found["run"][0],
         steps=steps,
-        epochs=epochs,
-        status=str(end.get("status", "")),
-        report=end.get("report"),
-        page=str(end.get("page", "")),
-        anatomy=anatomy,
-        settled_step=settled_step,
-        cards=end.get("cards", {}),
-        served=served,
+        epochs=found["epoch"],
+        status=str(ended.status),
+        report=ended.report,
+        page=str(ended.page),
+        anatomy=next(reversed(found["anatomy"]), None),
+        settled_step=next((one.step for one in reversed(found["settled"])), None),
+        cards=ended.cards,
+        served=next(reversed(found[KIND]), None),
     )
 
 
-def _steps(line: dict[str, Any]) -> Steps:
-    """A line of steps, with numbers where numbers belong: who writes by hand, or over a bad disk, is told."""
-    losses = [(int(step), float(loss)) for step, loss in line.pop("losses")]
-    some = Steps(losses=losses, **line)
+def _checked(some: StepMeasured) -> StepMeasured:
+    """With numbers where numbers belong: who writes by hand, or over a bad disk, is told."""
     counts = [some.first, some.last, some.timed, some.looked_at, some.samples or 0]
     times = [*some.cycle_ms, *some.parts_ms.values()]
     if not all(isinstance(count, int) and count >= 0 for count in counts):

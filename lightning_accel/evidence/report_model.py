@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence import phase_names
+from lightning_accel.evidence.amounts import duration
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.headline import (
     MALFORMED,
     RunOutcome,
+    facts_of,
     headline_of,
     outcomes_of,
     settings_of,
@@ -22,11 +26,11 @@ from lightning_accel.evidence.memory_use import MemoryUse, memory_use
 from lightning_accel.evidence.module_tree import Node, tree_of
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Record
-from lightning_accel.evidence.record_reader import RecordError
+from lightning_accel.evidence.record_reader import RecordError, read_earlier, read_record
 from lightning_accel.evidence.run_history import Curve, curves_of, epochs_of, number, quantiles_ms
 from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.speed import BEGINNING, speed_of
-from lightning_accel.evidence.step_breakdown import LayoutCopy
+from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy
 from lightning_accel.evidence.technique_summary import TrialSummary, Tried, trials_of, tried_of
 
 FORMAT = 1
@@ -35,69 +39,52 @@ _MOST_LINES = 20  # of copies and of waits
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The content of a report; :func:`dataclasses.asdict` of it is the JSON form, by ``report.schema.json``.
+    """The content of a report; :func:`dataclasses.asdict` of it is the JSON form, by ``report.schema.json``."""
 
-    Attributes:
-        headline: The run in a sentence.
-        verdict: What sets its pace, and what would change that.
-        speed: How fast it was, as :class:`~lightning_accel.evidence.speed.Speed` has it; empty: too few steps to tell.
-        settings: What to write to have the same again: ``"python"`` and ``"yaml"``; empty: that cannot be told.
-        findings: What to do next, the most promising first.
-        outcomes: What earlier predictions have come to.
-        step_ms: A step, in the mean of those that were looked at.
-        looked_at: How many these were.
-        parts_ms: What it goes to; the parts add up to it.
-        rule: What belongs to which.
-        modules: What the operations of one step take, module by module; None: no step was taken apart.
-        operations: How many that step has.
-        trials: Of live trials, each.
-        settled_step: The step at which they had settled; None: they had not, or there were none.
-        techniques: What each did, losers included.
-        memory: At the peak.
-        peaks: What the machine can do at most; None: not measured.
-        layouts: Copies that only change strides.
-        waits: The user's lines that ask the device for results.
-        curves: Name → step numbers and values over the run.
-        step_quantiles_ms: The 50th, 95th and 99th percentile over the pieces of the run.
-        epochs: Each, or every so many: name → value.
-        cards: What NVML said of the cards over the run, where GpuStats was among the callbacks.
-        served: The forms in which its model was measured for serving; None: it was not.
-        machine: What ran where.
-        plan: Every setting of the plugin, as it was given.
-        out_of_memory: What a run that died of it ended with; else empty.
-        remarks: What to mind when this is read.
-        format: Of this form; another one is not to be read by those who know this.
-    """
-
-    headline: str
-    verdict: str
-    speed: str
+    headline: str  # the run in a sentence
+    # the first line: which run, model and date, its speed beside plain, the time saved, what to do next
+    facts: dict[str, str]
+    verdict: str  # what sets its pace, and what would change that
+    speed: str  # how fast it was, as `Speed` has it; empty: too few steps to tell
+    # what to write to have the same again: `"python"` and `"yaml"`; empty: that cannot be told
     settings: dict[str, str]
-    findings: list[Finding]
-    outcomes: list[RunOutcome]
-    step_ms: float
-    looked_at: int
-    parts_ms: dict[str, float]
-    rule: str
-    modules: Node | None
-    operations: int
-    trials: list[TrialSummary]
-    settled_step: int | None
-    techniques: list[Tried]
-    memory: MemoryUse
-    peaks: Peaks | None
-    layouts: list[LayoutCopy]
-    waits: dict[str, int]
-    curves: dict[str, Curve]
-    step_quantiles_ms: list[float]
-    epochs: list[dict[str, float]]
-    cards: dict[str, float]
-    served: Served | None
-    machine: dict[str, str]
-    plan: dict[str, str]
-    out_of_memory: str
-    remarks: list[str]
+    findings: list[Finding]  # what to do next, the most promising first
+    outcomes: list[RunOutcome]  # what earlier predictions have come to
+    step_ms: float  # a step, in the mean of those that were looked at
+    looked_at: int  # how many these were
+    parts_ms: dict[str, float]  # what it goes to; the parts add up to it
+    rule: str  # what belongs to which
+    modules: Node | None  # what the operations of one step take, module by module; None: no step was taken apart
+    operations: int  # how many the step has whose operations these are
+    modules_note: str  # how these times were taken, beside those of other steps
+    trials: list[TrialSummary]  # of live trials, each
+    settled_step: int | None  # the step at which they had settled; None: they had not, or there were none
+    techniques: list[Tried]  # what each did, losers included
+    memory: MemoryUse  # at the peak
+    peaks: Peaks | None  # what the machine can do at most; None: not measured
+    layouts: list[LayoutCopy]  # copies that only change strides
+    waits: dict[str, int]  # the user's lines that ask the device for results
+    curves: dict[str, Curve]  # name → step numbers and values over the run
+    step_quantiles_ms: list[float]  # the 50th, 95th and 99th percentile over the pieces of the run
+    epochs: list[dict[str, float]]  # each, or every so many: name → value
+    cards: dict[str, float]  # what NVML said of the cards over the run, where GpuStats was among the callbacks
+    served: Served | None  # the forms in which its model was measured for serving; None: it was not
+    machine: dict[str, str]  # what ran where
+    plan: dict[str, str]  # every setting of the plugin, as it was given
+    out_of_memory: str  # what a run that died of it ended with; else empty
+    remarks: list[str]  # what to mind when this is read
+    # of this form; another one is not to be read by those who know this
     format: int = field(default=FORMAT, kw_only=True)
+
+
+def page_on(path: Path, peaks: Peaks | None = None, **known: Any) -> Page:
+    """The content of a report on the run of a record's file, with what is ``known`` in the place of what it has.
+
+    Raises:
+        OSError, RecordError: It cannot be read.
+    """
+    record = read_record(path)
+    return page_of(replace(record, **known), read_earlier(record), peaks)
 
 
 def page_of(record: Record, earlier: Sequence[Record] = (), peaks: Peaks | None = None) -> Page:
@@ -122,6 +109,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
     findings = diagnose(record, peaks)
     return Page(
         headline=headline_of(record, tuning, earlier),
+        facts=facts_of(record, tuning, findings),
         verdict=verdict_of(record, parts_ms, findings),
         speed=str(speed_of(record.steps, record.settled_step, record.header.world_size) or ""),
         settings=settings_of(record, tuning),
@@ -133,6 +121,7 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
         rule=phase_names.RULE,
         modules=None if anatomy is None else tree_of(anatomy),
         operations=0 if anatomy is None else anatomy.operations,
+        modules_note="" if anatomy is None else _modules_note(anatomy, record.settled_step, parts_ms),
         trials=trials_of(tuning),
         settled_step=record.settled_step,
         techniques=[tried_of(name, one, tuning) for name, one in techniques.items()],
@@ -167,6 +156,17 @@ def _machine(record: Record) -> dict[str, str]:
     }
 
 
+def _modules_note(anatomy: Anatomy, settled_step: int | None, parts_ms: Mapping[str, float]) -> str:
+    before = "" if settled_step is None or anatomy.step > settled_step else ", before live trials had settled"
+    forward_ms = sum(one.forward_ms for one in anatomy.modules if one.module != OPTIMIZER)
+    other = parts_ms.get(phase_names.FORWARD)
+    beside = f" Its forward pass took {duration(forward_ms)}, that of others {duration(other)}." if other else ""
+    return (
+        f"The {anatomy.operations:,} operations of step {anatomy.step:,}{before} were timed one by one, uncompiled,"
+        f" which takes longer.{beside} Compare shares, not milliseconds."
+    )
+
+
 def _precision(record: Record) -> str:
     """What steps have come to compute in: live trials, or an error, may have taken back what was chosen for a run."""
     found = ((record.report or {}).get("techniques") or {}).get("precision", {})
@@ -181,13 +181,6 @@ def _remarks(record: Record) -> Iterator[str]:
     lost = [step for step, loss in sorted(record.losses.items()) if not math.isfinite(loss)]
     if lost:
         yield f"the loss was no number (NaN or infinite), at first in step {lost[0]:,} of those that were kept"
-    if record.anatomy is not None:
-        step = record.anatomy.step
-        before = "" if record.settled_step is None or step > record.settled_step else ", before live trials had settled"
-        yield (
-            f"modules and memory are of step {step:,}{before}, watched operation by operation, uncompiled: shares hold,"
-            " milliseconds are longer than in others"
-        )
     yield from map(str, (record.report or {}).get("notes", []))
     for other in record.passed_over:
         yield f"{other} is newer, and has no steps"

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_accel.evidence.record import Record, Steps
+from lightning_accel.evidence.events import StepMeasured
+from lightning_accel.evidence.record import Record
 
 Curve = list[tuple[float, float]]
 
@@ -25,27 +26,27 @@ _OF_CARDS = {
     "utilisation_percent": "its utilisation, %",
     "memory_mib": "its memory in use, by all processes, MiB",
 }
-EPOCH_HEADS = {
-    "epoch": "epoch",
-    "samples_per_sec": "samples/s",
-    "steps_per_sec": "steps/s",
-    "step_ms_p50": "p50, ms",
-    "step_ms_p95": "p95, ms",
-    "data_wait_frac": "waiting",
-    "peak_memory_mib": "peak, MiB",
-    "host_rss_mib": "host, MiB",
-    "tflops": "TFLOP/s",
-    "mfu": "MFU",
-    "loss_scale": "loss scale",
-    "skipped_steps": "skipped",
-    "energy_j_per_sample": "J/sample",
-    "stragglers_slowest_rank": "slowest rank",
-    "stragglers_step_ms_p95": "its p95, ms",
-    "stragglers_step_ms_p95_mean": "of all, ms",
-    "stragglers_latest_rank": "latest at backward",
-    "stragglers_data_wait_ms": "its data wait, ms",
+EPOCH_COLUMNS = {
+    "epoch": ("epoch", False),
+    "samples_per_sec": ("samples/s", False),
+    "steps_per_sec": ("steps/s", False),
+    "step_ms_p50": ("median step, ms", False),
+    "step_ms_p95": ("95th percentile, ms", False),
+    "data_wait_frac": ("waiting for data", True),
+    "peak_memory_mib": ("peak, MiB", False),
+    "host_rss_mib": ("host, MiB", False),
+    "tflops": ("TFLOP/s", False),
+    "mfu": ("share of the device's FLOP/s", True),
+    "loss_scale": ("loss scale", False),
+    "skipped_steps": ("skipped steps", False),
+    "energy_j_per_sample": ("J/sample", False),
+    "stragglers_slowest_rank": ("slowest rank", False),
+    "stragglers_step_ms_p95": ("its 95th percentile, ms", False),
+    "stragglers_step_ms_p95_mean": ("mean of ranks, ms", False),
+    "stragglers_latest_rank": ("last rank at backward", False),
+    "stragglers_data_wait_ms": ("its data wait, ms", False),
 }
-"""What a page shows of an epoch → the head of its column."""
+"""What a page shows of an epoch → the head of its column, and whether it is a share."""
 
 
 def curves_of(record: Record) -> dict[str, Curve]:
@@ -63,7 +64,7 @@ def curves_of(record: Record) -> dict[str, Curve]:
     return {name: thinned(points) for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
 
 
-def _spread(record: Record, of: Callable[[Steps], Sequence[float]]) -> Iterator[tuple[float, float]]:
+def _spread(record: Record, of: Callable[[StepMeasured], Sequence[float]]) -> Iterator[tuple[float, float]]:
     """Values that were taken every so often, at about the steps at which they were."""
     for some in record.steps:
         values = of(some)
@@ -71,7 +72,7 @@ def _spread(record: Record, of: Callable[[Steps], Sequence[float]]) -> Iterator[
         yield from ((some.first + length * (place + 1), value) for place, value in enumerate(values))
 
 
-def _said_of(name: str) -> Callable[[Steps], Sequence[float]]:
+def _said_of(name: str) -> Callable[[StepMeasured], Sequence[float]]:
     return lambda some: some.card.get(name, ())
 
 
@@ -110,7 +111,7 @@ def epochs_of(record: Record) -> list[dict[str, float]]:
 
 def _of_epoch(epoch: dict[str, Any]) -> Iterator[tuple[str, float]]:
     values = {**epoch, **{f"stragglers_{name}": value for name, value in (epoch.get("stragglers") or {}).items()}}
-    for name in EPOCH_HEADS:
+    for name in EPOCH_COLUMNS:
         if (known := number(values.get(name))) is not None:
             yield name, known
 

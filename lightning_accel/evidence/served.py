@@ -14,56 +14,33 @@ KIND = "served"
 
 @dataclass(frozen=True, kw_only=True)
 class ServedForm:
-    """One form of the model.
+    """One form of the model."""
 
-    Attributes:
-        name: ``"eager"``, the original; others as ``compare`` names them.
-        p50_ms: What a call takes at batch 1: the median.
-        p95_ms: The 95th percentile.
-        p99_ms: The 99th percentile.
-        speedup: How many times as fast as the original that is.
-        low: The least that this may be, with 95% confidence.
-        high: The most; None: no bound is known.
-        disk_bytes: Of its file, or of the saved weights.
-        error: How far its outputs are off, as a share of the norm of the original's; None: they are no numbers.
-        scores: Metric → its value; empty: none was given.
-        drops: Metric → by how much that is worse than the original's.
-        is_worse: Whether a metric drops by more than the limit.
-    """
-
-    name: str
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
-    speedup: float
-    low: float
-    high: float | None
-    disk_bytes: int
+    name: str  # `"eager"`, the original; others as `compare` names them
+    p50_ms: float  # what a call takes at batch 1: the median
+    p95_ms: float  # the 95th percentile
+    p99_ms: float  # the 99th percentile
+    speedup: float  # how many times as fast as the original that is
+    low: float  # the least that this may be, with 95% confidence
+    high: float | None  # the most; None: no bound is known
+    disk_bytes: int  # of its file, or of the saved weights
+    # how far its outputs are off, as a share of the norm of the original's; None: they are no numbers
     error: float | None
-    scores: dict[str, float | None]
-    drops: dict[str, float | None]
-    is_worse: bool
+    scores: dict[str, float | None]  # metric → its value; empty: none was given
+    drops: dict[str, float | None]  # metric → by how much that is worse than the original's
+    is_worse: bool  # whether a metric drops by more than the limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A comparison of forms.
+    """A comparison of forms."""
 
-    Attributes:
-        checkpoint: Of which.
-        forms: The original first.
-        left_out: Form → why it is not among them.
-        max_drop: What a metric may be worse by.
-        recommended: The form to take.
-        why: In words.
-    """
-
-    checkpoint: str
-    forms: list[ServedForm]
-    left_out: dict[str, str]
-    max_drop: float
-    recommended: str
-    why: str
+    checkpoint: str  # of which
+    forms: list[ServedForm]  # the original first
+    left_out: dict[str, str]  # form → why it is not among them
+    max_drop: float  # what a metric may be worse by
+    recommended: str  # the form to take
+    why: str  # in words
 
     @classmethod
     def from_dict(cls, checkpoint: str, found: Mapping[str, Any]) -> Served:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_accel.evidence.record import Steps
+from lightning_accel.evidence.amounts import rate
+from lightning_accel.evidence.events import StepMeasured
 
 BEGINNING = 0.2
 """Of a run's steps, which are left out."""
@@ -39,7 +40,7 @@ class Speed:
         return f"{rate(self.per_second)} {self.unit}/s"
 
 
-def speed_of(steps: Sequence[Steps], settled_step: int | None, world_size: int) -> Speed | None:
+def speed_of(steps: Sequence[StepMeasured], settled_step: int | None, world_size: int) -> Speed | None:
     """How fast they were; None: they are too few to tell.
 
     ``settled_step``: at which live trials had settled; None: they had not, or there were none.
@@ -56,12 +57,12 @@ def per_second(pieces: Sequence[Piece], world_size: int, *, by_sample: bool) -> 
     return Speed(world_size * per_rank, "samples") if by_sample else Speed(per_rank, "steps")
 
 
-def know_samples(steps: Iterable[Steps]) -> bool:
+def know_samples(steps: Iterable[StepMeasured]) -> bool:
     """Whether it is known how many samples all of them had, so that they can be told by the sample."""
     return all(some.samples for some in steps if some.timed)
 
 
-def late(steps: Sequence[Steps], settled_step: int | None) -> list[Piece]:
+def late(steps: Sequence[StepMeasured], settled_step: int | None) -> list[Piece]:
     """The pieces of a run that count."""
     pieces = [
         Piece(first, count, ms, None if some.samples is None else some.samples / some.timed)
@@ -83,13 +84,3 @@ def mean_ms(pieces: Iterable[Piece], *, by_sample: bool) -> float:
     pieces = list(pieces)
     units = sum(piece.steps * ((piece.samples or 0.0) if by_sample else 1.0) for piece in pieces)
     return sum(piece.steps * piece.ms for piece in pieces) / units
-
-
-def rate(value: float) -> str:
-    """A rate as people write it: ``1,085``, ``246.6``, ``0.31``."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def duration(ms: float) -> str:
-    """A time as people write it: ``10.9 s``, ``246 ms``, ``0.31 ms``."""
-    return f"{ms / 1e3:,.1f} s" if ms >= 9999.5 else f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 OPTIMIZER = "(optimizer)"
 """What stands for a module where an optimizer is at its step."""
@@ -46,23 +45,14 @@ class ModuleCost:
 
 @dataclass(kw_only=True)
 class LayoutCopy:
-    """Copies that change nothing but strides.
+    """Copies that change nothing but strides."""
 
-    Attributes:
-        module: Whose operations these are.
-        line: Of the user's, where they are asked for; empty in the backward pass.
-        made_by: The operation and the line that made a tensor of such strides; empty: not seen.
-        moved_bytes: What they wrote.
-        ms: What they took.
-        count: How many.
-    """
-
-    module: str
-    line: str
-    made_by: str
-    moved_bytes: int = 0
-    ms: float = 0.0
-    count: int = 0
+    module: str  # whose operations these are
+    line: str  # of the user's, where they are asked for; empty in the backward pass
+    made_by: str  # the operation and the line that made a tensor of such strides; empty: not seen
+    moved_bytes: int = 0  # what they wrote
+    ms: float = 0.0  # what they took
+    count: int = 0  # how many
 
 
 @dataclass(kw_only=True)
@@ -80,7 +70,7 @@ class OperationsAlike:
 class Anatomy:
     """A step, taken apart."""
 
-    step: int = 0  # its number, as of `Steps`
+    step: int = 0  # its number, as of `StepMeasured`
     modules: list[ModuleCost] = field(default_factory=list)  # those with operations of their own, the most time first
     copies: list[LayoutCopy] = field(default_factory=list)  # of layouts, the most time first
     # The user's line → how often in this step the host had to know a result of the device.
@@ -94,21 +84,3 @@ class Anatomy:
     least_ms: float = 0.0  # what the least tenth of them took, each: what it costs to have one at all
     alike: list[OperationsAlike] = field(default_factory=list)  # all but the optimizer's, by what they have to do
     product_ms: float = 0.0  # what those took that have FLOPs
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Anatomy:
-        """What :func:`dataclasses.asdict` gave.
-
-        Raises:
-            KeyError, TypeError: It did not.
-        """
-        memory = values["memory"]
-        return cls(
-            **{
-                **values,
-                "modules": [ModuleCost(**one) for one in values["modules"]],
-                "alike": [OperationsAlike(**one) for one in values["alike"]],
-                "copies": [LayoutCopy(**one) for one in values["copies"]],
-                "memory": None if memory is None else MemoryPeak(**memory),
-            }
-        )

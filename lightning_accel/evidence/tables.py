@@ -1,180 +1,287 @@
-"""A page's values as cells of tables: what is shown, and by what it is sorted."""
+"""The tables of a page: what each is of, and its columns as (heading, field, format). All forms render the same."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
-from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.evidence.cells import Table, bounds, bytes_cell, number_cell, share_cell, table, without_empty
-from lightning_accel.evidence.headline import gain_of
-from lightning_accel.evidence.memory_use import MemoryUse
+from lightning_accel.evidence.amounts import figure, share, size
 from lightning_accel.evidence.module_tree import Node
-from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.report_model import Page
-from lightning_accel.evidence.run_history import EPOCH_HEADS
-from lightning_accel.evidence.served import Served
-from lightning_accel.evidence.technique_tables import contributions_table, trials_table
+from lightning_accel.evidence.run_history import EPOCH_COLUMNS
+from lightning_accel.evidence.technique_summary import Tried
+from lightning_accel.experiment.pair_test import RatioInterval
 
-_SHARES = ("data_wait_frac", "mfu")
+Cell = tuple[str, float | None]
+"""What is shown, and the number by which it is sorted; None: it is sorted as text."""
+
+Column = tuple[str, Callable[[Any], Any], Callable[[Any], Cell]]
+
 _MOST_LEAVES = 40
-_ALL = "all of it"
 
 
-def parts_table(page: Page) -> Table:
-    """What a step's time goes to."""
-    total = page.step_ms or 1.0
-    rows = [[part, number_cell(ms), share_cell(ms / total)] for part, ms in page.parts_ms.items()]
-    found = table("Parts of a step", {"part": False, "ms": True, "share": True}, rows)
-    return replace(found, whole=[(_ALL, None), number_cell(page.step_ms), share_cell(1.0)])
+@dataclass(frozen=True)
+class Table:
+    """Rows under heads."""
+
+    caption: str  # what it is of, for those who do not see what stands above it
+    heads: list[str]
+    numeric: list[bool]  # whether a column has numbers
+    rows: list[list[Cell]]
+    whole: list[Cell]  # the row below them, which stays there; empty: there is none
 
 
-def memory_table(memory: MemoryUse) -> Table:
-    """What the peak consisted of."""
-    named = {**memory.parts, **({memory.beside: memory.beside_bytes} if memory.beside else {})}
-    total = sum(named.values()) or 1
-    rows = [[name, bytes_cell(size), share_cell(size / total)] for name, size in named.items()]
-    found = table("Memory at the peak", {"category": False, "size": True, "share": True}, rows)
-    return replace(found, whole=[(_ALL, None), bytes_cell(total), share_cell(1.0)])
+def table(caption: str, columns: Sequence[Column], items: Iterable[Any], whole: Any = None) -> Table:
+    """A row for each item, without the columns in which none has anything."""
+    items = list(items)
+    rows = [[form(field(item)) for _, field, form in columns] for item in [*items, *([whole] if whole else [])]]
+    kept = [place for place in range(len(columns)) if any(row[place][0] for row in rows)]
+    rows = [[row[place] for place in kept] for row in rows]
+    return Table(
+        caption,
+        [columns[place][0] for place in kept],
+        [columns[place][2] is not text for place in kept],
+        rows[: len(items)],
+        rows[-1] if whole else [],
+    )
 
 
-def held_table(memory: MemoryUse) -> Table:
-    """Which modules' forward passes made what was alive at the peak."""
-    total = sum(memory.parts.values()) or 1
-    rows = [[one.module or "(model)", bytes_cell(one.bytes), share_cell(one.bytes / total)] for one in memory.modules]
-    return table("Activations by module", {"module": False, "size": True, "share": True}, rows)
+# -- formats: a value as a cell; None is an empty one ----------------------------------------------------------------
 
 
-def roof_table(model: Node, peaks: Peaks) -> Table:
-    """How near each module without parts comes to what the machine can do."""
-    heads = {"module": False, "FLOPs a byte": True, "GFLOP/s": True, "GB/s": True, "of the roof": True, "ms": True}
-    leaves = sorted(model.leaves(), key=lambda pair: -pair[1].ms)[:_MOST_LEAVES]
-    rows = [
-        [
-            path,
-            number_cell(one.flops / one.moved_bytes if one.flops and one.moved_bytes else None),
-            number_cell(one.flops / one.ms / 1e6 if one.flops and one.ms > 0 else None),
-            number_cell(one.moved_bytes / one.ms / 1e6 if one.ms > 0 else None),
-            share_cell(one.of_the_roof(peaks)),
-            number_cell(one.ms),
-        ]
-        for path, one in leaves
+def text(value: Any) -> Cell:
+    return ("" if value is None else str(value)), None
+
+
+def _cell(form: Callable[[float], str]) -> Callable[[float | None], Cell]:
+    return lambda value: ("", None) if value is None else (form(value), value)
+
+
+number, milliseconds = _cell(figure), _cell(lambda ms: "<0.01" if 0 < ms < 0.01 else figure(ms, 3))
+sized, shared, times = _cell(size), _cell(share), _cell(lambda ratio: f"{ratio:.2f}x")
+
+
+def interval(bounds: tuple[float, float, float | None] | None) -> Cell:
+    """Of a ratio, its lower and its upper bound; None: that is not known."""
+    if bounds is None:
+        return "", None
+    ratio, low, high = bounds
+    return str(RatioInterval(ratio, low, math.inf if high is None else high)), ratio
+
+
+def _memory(pair: tuple[int | None, int | None] | None) -> Cell:
+    """How many times as much, and how much more or less."""
+    without, with_it = pair or (None, None)
+    if not without or with_it is None:
+        return "", None
+    more = with_it - without
+    return f"{with_it / without:.2f}x ({'+' if more >= 0 else '−'}{size(abs(more))})", with_it / without
+
+
+def _spreads(one: Tried) -> Cell:
+    off = one.error_spreads
+    if one.measured is not None and one.measured.is_same:
+        return "the same to the bit", 0.0
+    if off is None or math.isnan(off):
+        return "", None
+    return (
+        (f"{off:.2g} times" if off < 100 else f"{off:,.0f} times", off)
+        if math.isfinite(off)
+        else ("not a number", sys.float_info.max)
+    )
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def of(page: Page) -> dict[str, Table]:
+    """All that a page has, by name; those that there is nothing for have no rows."""
+    memory, model, peaks, served = page.memory, page.modules, page.peaks, page.served
+    held, whole_ms = sum(memory.parts.values()), 0.0 if model is None else model.ms
+    leaves = [] if model is None else sorted(model.leaves(), key=lambda pair: -pair[1].ms)[:_MOST_LEAVES]
+    metrics = list(served.forms[0].scores) if served is not None and served.forms else []
+    return {
+        "parts": _shares("Parts of a step", ("part", "ms"), milliseconds, page.parts_ms, "total"),
+        "memory": _shares("Memory at the peak", ("what", "size"), sized, memory.parts, "all tensors"),
+        "held": _shares(
+            "Activations by module",
+            ("module", "size"),
+            sized,
+            {one.module or "(model)": one.bytes for one in memory.modules},
+            of=held,
+        ),
+        "modules": table(
+            "Modules",
+            [
+                ("module", itemgetter(0), text),
+                ("class", _of_node("kind"), text),
+                ("share", lambda pair: pair[1].ms / (whole_ms or 1.0), shared),
+                ("forward, ms op by op", _of_node("forward_ms"), milliseconds),
+                ("backward, ms op by op", _of_node("backward_ms"), milliseconds),
+                ("GFLOP/s", _of_node("gflops_per_sec"), number),
+                ("GB/s", _of_node("gb_per_sec"), number),
+                ("memory at the peak", _of_node("held_bytes"), sized),
+            ],
+            () if model is None else [(f"{'· ' * depth}{node.name}", node) for depth, node in model.walk()],
+        ),
+        "limits": table(
+            "Modules beside the limits of the machine",
+            [
+                ("module", itemgetter(0), text),
+                ("FLOPs a byte", _of_node("flops_per_byte"), number),
+                ("GFLOP/s", _of_node("gflops_per_sec"), number),
+                ("GB/s", _of_node("gb_per_sec"), number),
+                ("share of the limit", lambda pair: pair[1].of_the_roof(peaks), shared),
+                ("ms, op by op", _of_node("ms"), milliseconds),
+            ],
+            leaves if peaks is not None else (),
+        ),
+        "trials": table(
+            "Live trials",
+            [
+                ("option", attrgetter("name"), text),
+                ("verdict", attrgetter("verdict"), text),
+                ("speed, 95% interval", _BOUNDS, interval),
+                ("steps", attrgetter("steps"), number),
+                ("peak memory", _PEAKS, _memory),
+                ("set up, s", attrgetter("setup_s"), number),
+            ],
+            page.trials,
+        ),
+        "techniques": table("Techniques", _TECHNIQUE, _asked_for(page.techniques)),
+        "outcomes": table(
+            "Predictions",
+            [
+                ("found", attrgetter("finding"), text),
+                ("predicted", attrgetter("predicted"), times),
+                ("measured", attrgetter("measured", "ratio"), tuple),
+                ("earlier run", attrgetter("earlier"), text),
+            ],
+            page.outcomes,
+        ),
+        "layouts": table(
+            "Layout copies",
+            [
+                ("where", lambda one: one.line or f"backward pass of {one.module or 'the model'}", text),
+                ("made by", attrgetter("made_by"), text),
+                ("times", attrgetter("count"), number),
+                ("size", attrgetter("moved_bytes"), sized),
+                ("ms, op by op", attrgetter("ms"), milliseconds),
+            ],
+            page.layouts,
+        ),
+        "epochs": table(
+            "Epochs",
+            [
+                (head, methodcaller("get", name), shared if is_share else number)
+                for name, (head, is_share) in EPOCH_COLUMNS.items()
+            ],
+            page.epochs,
+        ),
+        "curves": table(
+            "Over the run",
+            [
+                ("curve", itemgetter(0), text),
+                *(
+                    (head, lambda one, of=of: of([value for _, value in one[1]]), number)
+                    for head, of in _OF_CURVES.items()
+                ),
+            ],
+            page.curves.items(),
+        ),
+        "cards": table("Cards", _NAMED, page.cards.items()),
+        "served": table(
+            "Served forms",
+            [
+                ("form", lambda one: f"{one.name} (worse)" if one.is_worse else one.name, text),
+                *((f"{name}, ms", attrgetter(f"{name}_ms"), milliseconds) for name in ("p50", "p95", "p99")),
+                ("speed, 95% interval", attrgetter("speedup", "low", "high"), interval),
+                ("on disk", attrgetter("disk_bytes"), sized),
+                ("error", attrgetter("error"), number),
+                *(
+                    (head, lambda one, of=of, name=name: getattr(one, of).get(name), number)
+                    for name in metrics
+                    for head, of in ((name, "scores"), (f"{name} lost", "drops"))
+                ),
+            ],
+            () if served is None else served.forms,
+        ),
+        "machine": table("Machine", _PLAIN, page.machine.items()),
+        "plan": table("Settings", _PLAIN, page.plan.items()),
+    }
+
+
+def _shares(
+    caption: str,
+    heads: tuple[str, str],
+    form: Callable[[Any], Cell],
+    values: Mapping[str, float],
+    whole: str = "",
+    of: float = 0.0,
+) -> Table:
+    """Parts of a whole, with their shares."""
+    total = of or sum(values.values()) or 1.0
+    columns: list[Column] = [
+        (heads[0], itemgetter(0), text),
+        (heads[1], itemgetter(1), form),
+        ("share", lambda one: one[1] / total, shared),
     ]
-    return table("Modules under the roof", heads, rows)
+    return table(caption, columns, values.items(), (whole, total) if whole else None)
 
 
-def outcomes_table(page: Page) -> Table:
-    heads = {"found": False, "predicted": True, "measured": True, "beside": False}
-    rows = [
-        [one.finding, (f"{one.predicted:.2f}x", one.predicted), (one.measured, one.ratio), one.earlier]
-        for one in page.outcomes
-    ]
-    return table("Predictions", heads, rows)
+def _of_node(name: str) -> Callable[[tuple[str, Node]], Any]:
+    return lambda pair: getattr(pair[1], name)
 
 
-def layouts_table(page: Page) -> Table:
-    """Copies that only change strides."""
-    heads = {"where": False, "made by": False, "times": True, "size": True, "ms": True}
-    rows = [
-        [
-            one.line or f"backward pass of {one.module or 'the model'}",
-            one.made_by,
-            number_cell(one.count),
-            bytes_cell(one.moved_bytes),
-            number_cell(one.ms),
-        ]
-        for one in page.layouts
-    ]
-    return table("Layout copies", heads, rows)
+def _asked_for(techniques: Iterable[Tried]) -> list[Tried]:
+    """Those that were; together where nothing was measured of them and there is one reason."""
+    found: dict[Any, Tried] = {}
+    for one in techniques:
+        if one.came_of_it is not None and not one.is_off:
+            has_figures = one.trial is not None or one.measured is not None
+            key = one.name if has_figures else (one.came_of_it, one.why)
+            found[key] = replace(one, name=f"{found[key].name}, {one.name}") if key in found else one
+    return list(found.values())
 
 
-def epochs_table(page: Page) -> Table:
-    """Epochs, with those columns that some of them have a value for."""
-    rows = [
-        [share_cell(one.get(name)) if name in _SHARES else number_cell(one.get(name)) for name in EPOCH_HEADS]
-        for one in page.epochs
-    ]
-    return without_empty(table("Epochs", dict.fromkeys(EPOCH_HEADS.values(), True), rows))
+def _judged_on(one: Tried) -> str:
+    if one.trial is not None:
+        return f"{one.trial.steps:,} steps"
+    part = one.measured
+    return "first batch" if part is not None and (part.error is not None or part.original_ms is not None) else ""
 
 
-def curves_table(page: Page) -> Table:
-    """What the curves show, in a few numbers each."""
-    heads = {"curve": False, "first": True, "least": True, "most": True, "last": True}
-    rows = []
-    for name, points in page.curves.items():
-        values = [value for _, value in points]
-        rows.append([name, *map(number_cell, (values[0], min(values), max(values), values[-1]))])
-    return table("Over the run", heads, rows)
+def _of_part(over: str, under: str) -> Callable[[Tried], float | None]:
+    """The ratio of two figures of the part that a technique replaces."""
+
+    def ratio(one: Tried) -> float | None:
+        above, below = getattr(one.measured, over, None), getattr(one.measured, under, None)
+        return None if above is None or not below else above / below
+
+    return ratio
 
 
-def served_table(served: Served) -> Table:
-    """The forms in which the model was measured for serving."""
-    metrics = list(served.forms[0].scores) if served.forms else []
-    heads = {"form": False, **dict.fromkeys(("p50, ms", "p95, ms", "p99, ms", "speed"), True), "95% interval": False}
-    heads |= dict.fromkeys(("on disk", "error", *(head for name in metrics for head in (name, f"{name} lost"))), True)
-    rows = [
-        [
-            f"{one.name} (worse)" if one.is_worse else one.name,
-            *map(number_cell, (one.p50_ms, one.p95_ms, one.p99_ms)),
-            (f"{one.speedup:.2f}x", one.speedup),
-            bounds(one.low, one.high),
-            bytes_cell(one.disk_bytes),
-            number_cell(one.error),
-            *(number_cell(value) for name in metrics for value in (one.scores.get(name), one.drops.get(name))),
-        ]
-        for one in served.forms
-    ]
-    return table("Served forms", heads, rows)
-
-
-def plain_table(caption: str, values: Mapping[str, str | float]) -> Table:
-    rows = [[name, value if isinstance(value, str) else number_cell(value)] for name, value in values.items()]
-    return table(caption, {"": False, "value": False}, rows)
-
-
-def _rate(amount: float, ms: float) -> str:
-    return f"{amount / ms / 1e6:,.3g}" if ms > 0 and amount else ""
-
-
-def _markdown(text: str) -> str:
-    """Of any letters, on one line, as they are read, and nothing of them as markup."""
-    escaped = re.sub(r"([\\`*])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;"))
-    return " ".join(escaped.replace("__", r"\_\_").replace("](", r"]\(").split())
-
-
-def _code(text: str) -> str:
-    """As code within a line; backticks of its own are in longer ones."""
-    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{ticks}{' ' if len(ticks) > 1 else ''}{' '.join(text.split())}{' ' if len(ticks) > 1 else ''}{ticks}"
-
-
-def _fence(text: str, language: str) -> str:
-    """As a block of code; backticks of its own are in longer ones."""
-    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{ticks}{language}\n{text}\n{ticks}"
-
-
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    "bytes": lambda size: format_bytes(round(size)),
-    "text": _markdown,
-    "cell": lambda text: _markdown(str(text)).replace("|", "\\|"),
-    "code": _code,
-    "fence": _fence,
-    "span": lambda value, whole: f"{100 * value / whole:.1f}%" if whole else "0%",
-    "gain": gain_of,
-    "rate": _rate,
-    "parts_table": parts_table,
-    "memory_table": memory_table,
-    "held_table": held_table,
-    "roof_table": roof_table,
-    "trials_table": trials_table,
-    "contributions_table": contributions_table,
-    "outcomes_table": outcomes_table,
-    "layouts_table": layouts_table,
-    "epochs_table": epochs_table,
-    "curves_table": curves_table,
-    "served_table": served_table,
-    "plain_table": lambda values, caption: plain_table(caption, values),
+_BOUNDS, _PEAKS = attrgetter("ratio", "low", "high"), attrgetter("peak_bytes_without", "peak_bytes_with")
+_TECHNIQUE: list[Column] = [
+    ("technique", attrgetter("name"), text),
+    ("result", attrgetter("came_of_it"), text),
+    ("why", attrgetter("why"), text),
+    ("speed of whole steps", lambda one: None if one.trial is None else _BOUNDS(one.trial), interval),
+    ("judged on", _judged_on, text),
+    ("peak memory", lambda one: None if one.trial is None else _PEAKS(one.trial), _memory),
+    ("error beside rounding", lambda one: one, _spreads),
+    ("speed of what it replaces", _of_part("original_ms", "candidate_ms"), times),
+    ("memory of what it replaces", _of_part("candidate_bytes", "original_bytes"), times),
+]
+_NAMED: list[Column] = [("what", itemgetter(0), text), ("value", itemgetter(1), number)]
+_PLAIN: list[Column] = [("what", itemgetter(0), text), ("value", itemgetter(1), text)]
+_OF_CURVES: dict[str, Callable[[list[float]], float]] = {
+    "first": itemgetter(0),
+    "least": min,
+    "most": max,
+    "last": itemgetter(-1),
 }

@@ -23,29 +23,17 @@ _MOST_SITES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSummary:
-    """What one live trial has come to.
+    """What one live trial has come to."""
 
-    Attributes:
-        name: Of the arm; ``whole plan``: all that holds against plain.
-        verdict: ``"faster"``, ``"slower"``, ``"cannot tell"`` and the like.
-        ratio: How many times as fast the steps are with it.
-        low: The least that this may be, with 95% confidence.
-        high: The most; None: no bound is known.
-        steps: On how many it was judged.
-        setup_s: Seconds that it took before it could be had; None: nothing to speak of.
-        peak_bytes_without: The most memory that a step has held without it; None: that was not seen.
-        peak_bytes_with: The same with it.
-    """
-
-    name: str
-    verdict: str
-    ratio: float
-    low: float
-    high: float | None
-    steps: int
-    setup_s: float | None
-    peak_bytes_without: int | None = None
-    peak_bytes_with: int | None = None
+    name: str  # of the arm; `whole plan`: all that holds against plain
+    verdict: str  # `"faster"`, `"slower"`, `"cannot tell"` and the like
+    ratio: float  # how many times as fast the steps are with it
+    low: float  # the least that this may be, with 95% confidence
+    high: float | None  # the most; None: no bound is known
+    steps: int  # on how many it was judged
+    setup_s: float | None  # seconds that it took before it could be had; None: nothing to speak of
+    peak_bytes_without: int | None = None  # the most memory that a step has held without it; None: that was not seen
+    peak_bytes_with: int | None = None  # the same with it
 
     def turned_round(self) -> TrialSummary:
         """Of the run without it against the run with it: the other way round."""
@@ -62,40 +50,25 @@ class TrialSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What one technique did, and what was measured of it.
+    """What one technique did, and what was measured of it."""
 
-    Attributes:
-        name: As in the settings.
-        is_on: Whether it acts at all.
-        is_off: Whether the plan does without it.
-        status: In a line.
-        changed: How many sites, and what was changed there, with what its trial has measured.
-        left_alone: How many sites, and why.
-        details: What there is to say beside.
-        sites: The first of them: what came of each.
-        num_sites: How many there are in all.
-        came_of_it: ``"kept"``; ``"undone"`` after it had been in force or had its turns; ``"refused"`` before;
-            ``"not asked"``: it is off. None: it is no technique.
-        why: Of that, in a line.
-        trial: On whole training steps, by itself; None: it had none.
-        measured: Of its parts, on the first batch: the largest error, times and memory in their sums; None: nothing.
-        error_spreads: That error, as a multiple of the spread; 0: the same numbers, to the bit.
-    """
-
-    name: str
-    is_on: bool
-    is_off: bool
-    status: str
-    changed: list[tuple[int, str]]
-    left_alone: list[tuple[int, str]]
-    details: str
-    sites: dict[str, str]
-    num_sites: int
+    name: str  # as in the settings
+    is_on: bool  # whether it acts at all
+    is_off: bool  # whether the plan does without it
+    status: str  # in a line
+    changed: list[tuple[int, str]]  # how many sites, and what was changed there, with what its trial has measured
+    left_alone: list[tuple[int, str]]  # how many sites, and why
+    details: str  # what there is to say beside
+    sites: dict[str, str]  # the first of them: what came of each
+    num_sites: int  # how many there are in all
+    # `"kept"`; `"undone"` after it had been in force or had its turns; `"refused"` before; `"not asked"`: it is off.
+    # None: it is no technique
     came_of_it: CameOfIt | None = None
-    why: str = ""
-    trial: TrialSummary | None = None
+    why: str = ""  # of that, in a line
+    trial: TrialSummary | None = None  # on whole training steps, by itself; None: it had none
+    # of its parts, on the first batch: the largest error, times and memory in their sums; None: nothing
     measured: Measurement | None = None
-    error_spreads: float | None = None
+    error_spreads: float | None = None  # that error, as a multiple of the spread; 0: the same numbers, to the bit
 
 
 def trials_of(tuning: Mapping[str, Any]) -> list[TrialSummary]:

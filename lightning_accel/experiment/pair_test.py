@@ -57,8 +57,11 @@ class RatioInterval:
     high: float
 
     def __str__(self) -> str:
-        high = "∞" if math.isinf(self.high) else f"{self.high:.2f}"
-        return f"{self.ratio:.2f}x [{self.low:.2f}, {high}]"
+        bounds = [f"at least {self.low:.2f}x"] * (self.low > 0) + [f"at most {self.high:.2f}x"] * math.isfinite(
+            self.high
+        )
+        shown = f"[{self.low:.2f}, {self.high:.2f}]" if len(bounds) == 2 else f"({(bounds or ['not decided'])[0]})"
+        return f"{self.ratio:.2f}x {shown}"
 
 
 def price_of_memory(original_bytes: int, candidate_bytes: int) -> float:

@@ -29,7 +29,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, simulated(1.5) as passing:
         patch.setenv("LIGHTNING_ACCEL_CACHE", str(folder / "remembered"))
         patch.chdir(folder)
-        fit(Timed(passing), logger=TensorBoardLogger(folder / "logs", name=""), callbacks=[SpeedMemoryLogger()])
+        measured, board = SpeedMemoryLogger(every_s=0.0), TensorBoardLogger(folder / "logs", name="")
+        fit(Timed(passing), 100, logger=board, callbacks=[measured], max_epochs=2)
     command = [sys.executable, "-m", "tensorboard.main", f"--logdir={folder / 'logs'}", "--load_fast=false"]
     with (folder / "said.txt").open("w") as said:  # at which port: a free one
         server = subprocess.Popen([*command, "--host=127.0.0.1", "--port=0"], stdout=said, stderr=said)
@@ -53,7 +54,7 @@ def _when_up(server: subprocess.Popen[bytes], said: Path) -> str:
 def _has_read_the_run(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}data/runs") as answer:
-            return b"version_0/accel/arms" in answer.read()
+            return b"version_0/accel" in answer.read()
     except OSError:
         return False
 
@@ -81,7 +82,7 @@ def test_the_text_tab_shows_what_the_run_has_come_to(page: Any, address: str) ->
 
 def test_the_hparams_tab_shows_the_settings_and_the_speed_ratio(page: Any, address: str) -> None:
     show(page, address, "hparams")
-    for words in ("accel/precision", "32-true", "accel/run/speed_ratio", "version_0/accel", "whole plan"):
+    for words in ("accel/precision", "32-true", "accel/run/speed_ratio", "version_0/accel"):
         page.get_by_text(words).first.wait_for()
 
 

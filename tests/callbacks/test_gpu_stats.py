@@ -16,7 +16,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import GpuStats, SpeedMemoryLogger
 from lightning_accel.callbacks._nvml import Card, NoCardError
 from lightning_accel.callbacks.gpu_stats import CardEpoch, put_together
-from lightning_accel.evidence.record import MOST_OF_CARD
+from lightning_accel.evidence.events import MOST_OF_CARD
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_html, to_markdown
 from lightning_accel.evidence.report_model import page_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -56,6 +57,15 @@ def files(folder: Path, ending: str = "*") -> list[str]:
 
 
 # -- where it was asked for ----------------------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_the_page_of_a_run_that_has_left_a_record(tmp_path: Path) -> None:
+    plugin = fit(tmp_path)
+    assert plugin.report._repr_html_().startswith('<iframe srcdoc="')
+    assert "&lt;dl class=&quot;facts&quot;&gt;" in copy.deepcopy(plugin).report._repr_html_()
+    for record in tmp_path.rglob("*.jsonl"):
+        record.unlink()
+    assert plugin.report._repr_html_().startswith("<pre>")
 
 
 @pytest.mark.parametrize("form", ["html", "md", "json"])

@@ -27,7 +27,8 @@ from lightning_accel.cli.revisions import Repository as WorkingTree
 TRAIN = """
 import os, sys, time
 from pathlib import Path
-from lightning_accel.evidence.record import Header, RecordWriter, Steps
+from lightning_accel.evidence.events import EpochEnded, RunEnded, RunStarted, StepMeasured
+from lightning_accel.evidence.record import RecordWriter
 import speed
 
 def step():
@@ -40,16 +41,16 @@ with open("log.txt", "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
 writer = RecordWriter(
     Path(os.environ["LIGHTNING_ACCEL_RECORD"], "accel", "1-run.jsonl"),
-    Header(
+    RunStarted(
         started="2026-11-23T12:00:00+00:00", command=sys.argv, model=speed.MODEL, parameters=1, settings=None,
         precision="32-true", strategy="SingleDeviceStrategy", machine=getattr(speed, "MACHINE", "a CPU"), cores=1,
         world_size=1, versions={}, source_folders=[str(Path(speed.__file__).resolve().parent)],
     ),
 )
 ms = [step() for _ in range(8)]
-writer.steps(Steps(first=1, last=8, timed=8, cycle_ms=ms, wait_ms=[0.0] * 8, samples=32, losses=[(8, 1.0)]))
-writer.epoch({"peak_memory_mib": speed.MIB, "peak_memory_source": "the allocator"})
-writer.end("finished", None)
+writer.write(StepMeasured(first=1, last=8, timed=8, cycle_ms=ms, wait_ms=[0.0] * 8, samples=32, losses=[(8, 1.0)]))
+writer.write(EpochEnded(peak_memory_mib=speed.MIB, peak_memory_source="the allocator"))
+writer.write(RunEnded(status="finished"))
 """
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from evidence.test_record import HEADER
 from lightning_accel.evidence.compare import NotComparableError, compare
-from lightning_accel.evidence.record import Record, Steps, in_pieces
+from lightning_accel.evidence.events import StepMeasured, in_pieces
+from lightning_accel.evidence.record import Record
 
 _NUMBERS = itertools.count()
 EPOCH = {"peak_memory_mib": 100.0, "peak_memory_source": "the allocator"}
@@ -25,7 +26,7 @@ def record(
     """Of a run that took so long for each of its steps."""
     count = len(step_ms)
     pieces = in_pieces(step_ms)
-    some = Steps(
+    some = StepMeasured(
         first=1,
         last=count,
         timed=count,
@@ -108,7 +109,7 @@ def test_the_beginning_is_left_out() -> None:
 
 def test_steps_none_of_which_was_timed_are_passed_over() -> None:
     plain, other = record([10.0] * 30), record([10.0] * 30)
-    other.steps.append(Steps(first=31, last=31, timed=0, cycle_ms=[], wait_ms=[], samples=0, losses=[]))
+    other.steps.append(StepMeasured(first=31, last=31, timed=0, cycle_ms=[], wait_ms=[], samples=0, losses=[]))
     assert compare(plain, other).speed.ratio == 1
 
 

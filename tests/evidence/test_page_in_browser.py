@@ -116,7 +116,7 @@ def test_keys_sort_too_and_say_in_which_order(show: Open) -> None:
     assert head.get_attribute("aria-sort") == "ascending"
     names = column(page, "Memory at the peak", 1)
     assert names == sorted(names)
-    assert page.locator("[aria-label='Memory at the peak'] tfoot td").first.inner_text() == "all of it"
+    assert page.locator("[aria-label='Memory at the peak'] tfoot td").first.inner_text() == "all tensors"
 
 
 def test_modules_unfold_as_deep_as_one_clicks_and_by_keys(show: Open) -> None:

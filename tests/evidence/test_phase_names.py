@@ -227,8 +227,8 @@ def test_the_page_names_the_rank_that_holds_up_the_others(two_ranks: Path) -> No
     page = page_of(read_record(two_ranks / "ddp"))
     (epoch,) = page.epochs
     assert epoch["stragglers_latest_rank"] == 1
-    heads, _, (row, *_) = table_of(to_markdown(page), "latest at backward")
-    assert row[heads.index("latest at backward")] == "1"
+    heads, _, (row, *_) = table_of(to_markdown(page), "last rank at backward")
+    assert row[heads.index("last rank at backward")] == "1"
 
 
 def table_of(text: str, head: str) -> tuple[list[str], list[str], list[list[str]]]:

@@ -11,14 +11,17 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from pydantic import TypeAdapter
 
 from lightning_accel import AccelPlugin
+from lightning_accel.evidence.events import KINDS, EpochEnded, RunStarted, StepMeasured, in_pieces
 from lightning_accel.evidence.phase_names import DATA
-from lightning_accel.evidence.record import Header, Record, RecordWriter, Steps, in_pieces
+from lightning_accel.evidence.record import Record, RecordWriter
 from lightning_accel.evidence.record_reader import RecordError, read_record
+from report_schema import RECORD_SCHEMA, record_schema, schema
 from support.measured_runs import BATCH_SIZE, Folder, Model, fit, loader
 
-HEADER = Header(
+HEADER = RunStarted(
     started="2026-11-23T12:00:00+00:00",
     command=["train.py"],
     model="mine.Model",
@@ -31,7 +34,9 @@ HEADER = Header(
     world_size=1,
     versions={"torch": "2.13.0"},
 )
-SOME = Steps(first=1, last=2, timed=2, cycle_ms=[1.0, 2.0], wait_ms=[0.1, 0.2], samples=8, losses=[(1, 3.0), (2, 2.5)])
+SOME = StepMeasured(
+    first=1, last=2, timed=2, cycle_ms=[1.0, 2.0], wait_ms=[0.1, 0.2], samples=8, losses=[(1, 3.0), (2, 2.5)]
+)
 
 
 class Remembers(Model):
@@ -50,7 +55,7 @@ class Remembers(Model):
 def written(folder: Path, *lines: Any) -> Path:
     writer = RecordWriter(folder / "accel" / "20261123-1.jsonl", HEADER)
     for line in lines:
-        writer.steps(line)
+        writer.write(line)
     return writer.path
 
 
@@ -64,6 +69,17 @@ def test_a_run_leaves_its_record_beside_its_logs(tmp_path: Path) -> None:
     fit(Model(), logger=logger, max_epochs=2)
     (path,) = Path(logger.log_dir).glob("accel/*.jsonl")
     assert read_record(tmp_path).path == path
+
+
+def test_every_line_is_an_event_by_the_schema(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, max_epochs=2).path.read_text().splitlines()
+    for line in map(json.loads, lines):
+        kind = line.pop("kind")
+        TypeAdapter(KINDS[kind]).validate_python(line)
+        assert line.keys() == KINDS[kind].__dataclass_fields__.keys()
+    found = record_schema()
+    if "description" in schema():  # else this pydantic leaves out what dataclasses say of themselves
+        assert json.loads(RECORD_SCHEMA.read_text(encoding="utf-8")) == found, "write it anew: make stub"
 
 
 def test_it_says_what_ran_and_how_it_ended(tmp_path: Path) -> None:
@@ -211,7 +227,7 @@ def test_wherever_a_killed_process_left_off_what_was_whole_is_read(tmp_path: Pat
 def test_of_thousands_of_epochs_ever_fewer_are_written(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "run.jsonl", HEADER)
     for number in range(5000):
-        writer.epoch({"epoch": number})
+        writer.write(EpochEnded(epoch=number))
     assert len(read_record(tmp_path / "run.jsonl").epochs) == 1000 + 500 + 500 + 125
 
 
@@ -392,7 +408,7 @@ def test_graphs_that_are_captured_are_counted(tmp_path: Path) -> None:
 
 
 def test_loading_samples_is_told_apart_from_waiting_for_their_batch(tmp_path: Path) -> None:
-    def recorded_steps(workers: int) -> Steps:
+    def recorded_steps(workers: int) -> StepMeasured:
         return recorded(
             tmp_path / str(workers),
             data=loader(32, num_workers=workers, multiprocessing_context="fork" if workers else None),

@@ -198,7 +198,7 @@ def test_predictions_and_what_they_have_come_to_are_in_a_table() -> None:
     earlier = with_header(record_of(steps=[steps(1, 10.0, wait_ms=5.0)]), started="2026-11-22T12:00:00+00:00")
     page = page_of(record_of(steps=[steps(1, 5.0)]), [earlier])
     for text in (to_html(page), to_markdown(page)):
-        assert "What earlier predictions have come to" in text
+        assert "Earlier predictions, and what was measured" in text
         assert "2.00x [2.00, 2.00]" in text
 
 

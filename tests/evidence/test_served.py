@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_accel.evidence import charts
+from lightning_accel.evidence import charts, tables
 from lightning_accel.evidence.record_reader import RecordError, read_record
 from lightning_accel.evidence.render import to_html, to_markdown
 from lightning_accel.evidence.report_model import page_of
 from lightning_accel.evidence.served import Served, ServedForm, add_to_record
-from lightning_accel.evidence.tables import served_table
 from support.reported_runs import record_of
 
 
@@ -40,10 +39,11 @@ def test_without_a_metric_forms_are_set_against_their_error() -> None:
 
 
 def test_all_of_it_is_in_a_table_with_what_is_worse_named() -> None:
-    table = served_table(served(form("int8", 4.0, 0.02, is_worse=True)))
+    record = replace(record_of(), served=served(form("int8", 4.0, 0.02, is_worse=True)))
+    table = tables.of(page_of(record))["served"]
     assert table.heads[-4:] == ["on disk", "error", "accuracy", "accuracy lost"]
     assert [next(text for text, _ in row) for row in table.rows] == ["eager", "int8 (worse)"]
-    assert ("[2.25, ∞]", None) in table.rows[1]
+    assert ("2.50x (at least 2.25x)", 2.5) in table.rows[1]
 
 
 def test_the_page_has_a_plot_and_nothing_of_it_is_markup() -> None:

@@ -10,11 +10,11 @@ from pydantic import TypeAdapter
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.measured import Measurement
+from lightning_accel.evidence import tables
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_html, to_json, to_markdown
 from lightning_accel.evidence.report_model import Page, page_of
 from lightning_accel.evidence.technique_summary import Tried
-from lightning_accel.evidence.technique_tables import contributions_table
 from support.lightning_models import Supervised, Transformer, tokens
 from support.reported_runs import MIB, make_trainer, record_of, report_of
 
@@ -164,22 +164,23 @@ def everything() -> Page:
 
 
 def test_each_has_a_row_with_its_figures_in_columns() -> None:
-    table = contributions_table(everything().techniques)
+    table = tables.of(everything())["techniques"]
     rows = {row[0][0]: dict(zip(table.heads, [text for text, _ in row], strict=True)) for row in table.rows}
     assert list(rows) == ["flash_attention", "gradient_checkpointing", "compile", "sparse_activations"]
     won = rows["flash_attention"]
-    assert (won["came of it"], won["ratio [95%]"]) == ("kept", "1.30x [1.20, 1.40]")
-    assert (won["judged on"], won["peak"], won["its part"]) == ("24 steps", "0.60x", "2.00x")
-    assert rows["gradient_checkpointing"]["error, spreads"] == "the same to the bit"
+    assert (won["result"], won["speed of whole steps"]) == ("kept", "1.30x [1.20, 1.40]")
+    assert (won["judged on"], won["peak memory"]) == ("24 steps", "0.60x (−400.0 MiB)")
+    assert won["speed of what it replaces"] == "2.00x"
+    assert rows["gradient_checkpointing"]["error beside rounding"] == "the same to the bit"
     assert rows["gradient_checkpointing"]["judged on"] == "first batch"
     lost = rows["compile"]
-    assert (lost["came of it"], lost["error, spreads"], lost["why"]) == ("refused", "∞", "other numbers")
-    assert rows["sparse_activations"]["its memory"] == "0.25x"
+    assert (lost["result"], lost["error beside rounding"], lost["why"]) == ("refused", "not a number", "other numbers")
+    assert rows["sparse_activations"]["memory of what it replaces"] == "0.25x"
 
 
 def test_it_is_sorted_by_numbers_where_they_are_numbers() -> None:
-    table = contributions_table(everything().techniques)
-    column = table.heads.index("error, spreads")
+    table = tables.of(everything())["techniques"]
+    column = table.heads.index("error beside rounding")
     assert table.numeric[column]
     assert [row[column][1] for row in table.rows][1] == 0.0
 
@@ -196,7 +197,9 @@ def test_html_markdown_and_json_say_the_same() -> None:
 
 
 def test_a_run_of_which_nothing_was_measured_has_no_such_columns() -> None:
-    assert contributions_table(page(techniques={"loss": FUSED}).techniques).heads == ["technique", "came of it", "why"]
+    found = tables.of(page(techniques={"loss": FUSED, "compile": FUSED}))["techniques"]
+    assert found.heads == ["technique", "result", "why"]
+    assert [name for (name, _), *_ in found.rows] == ["loss, compile"]  # for one reason, which stands once
 
 
 # -- a run ---------------------------------------------------------------------------------------------------------

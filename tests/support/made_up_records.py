@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.evidence.diagnosis import Finding, diagnose
+from lightning_accel.evidence.events import RunStarted, StepMeasured
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD
-from lightning_accel.evidence.record import Header, Record, Steps
+from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.step_breakdown import Anatomy, ModuleCost
 
 STEPS = 192
@@ -16,7 +17,7 @@ PIECES = 32
 PEAKS = Peaks(float32_flops=1e11, bfloat16_flops=4e11, bytes_per_sec=1e10)
 
 
-def header(**values: Any) -> Header:
+def header(**values: Any) -> RunStarted:
     plain: dict[str, Any] = {
         "started": "2026-11-23T12:00:00+00:00",
         "command": ["train.py"],
@@ -33,7 +34,7 @@ def header(**values: Any) -> Header:
         "log_every_n_steps": 50,
         "loaders": [{"batch_size": 32, "num_workers": 0}],
     }
-    return Header(**plain | values)
+    return RunStarted(**plain | values)
 
 
 def record(
@@ -52,7 +53,7 @@ def record(
     """Of a run whose steps all take what their parts do; ``loading_cpu_ms`` and ``samples_ms`` are of one step."""
     each = {DATA: 1.0, FORWARD: 40.0, BACKWARD: 59.0} if parts_ms is None else parts_ms
     looked_at = STEPS // 16
-    some = Steps(
+    some = StepMeasured(
         first=1,
         last=STEPS,
         timed=STEPS,

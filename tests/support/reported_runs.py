@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_accel.evidence.events import RunStarted, StepMeasured
 from lightning_accel.evidence.peaks import Peaks
-from lightning_accel.evidence.record import Header, Record, Steps
+from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.step_breakdown import (
     ACTIVATIONS,
     GRADIENTS,
@@ -66,7 +67,7 @@ def make_trainer(folder: Path | None, *plugins: Any, **options: Any) -> Trainer:
 
 def record_of(**changes: Any) -> Record:
     """A record of 64 steps of 10 ms on a GPU of 8 GiB, of which one was taken apart; by hand, so that all is known."""
-    header = Header(
+    header = RunStarted(
         started="2026-11-23T12:00:00+00:00",
         command=["train.py"],
         model="mine.Model",
@@ -111,9 +112,9 @@ def record_of(**changes: Any) -> Record:
     return Record(**values)
 
 
-def steps(first: int, ms: float, *, wait_ms: float = 0.1, losses: Any = ()) -> Steps:
+def steps(first: int, ms: float, *, wait_ms: float = 0.1, losses: Any = ()) -> StepMeasured:
     """64 of them, each of the same length."""
-    return Steps(
+    return StepMeasured(
         first=first,
         last=first + 63,
         timed=64,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_accel.evidence.speed import duration
+from lightning_accel.evidence.amounts import duration
 
 PREFIX = "accel/"
 _LOGGED = (
@@ -98,27 +98,27 @@ class EpochSpeed:
         stragglers: The ranks beside each other; None for a single one.
     """
 
-    epoch: int
-    first_epoch: int
-    world_size: int
-    steps: int
-    samples: int | None
-    train_seconds: float
-    samples_per_sec: float | None
-    steps_per_sec: float | None
-    step_ms_p50: float | None
-    step_ms_p95: float | None
-    data_wait_frac: float | None
-    peak_memory_mib: float | None
-    peak_memory_source: str
-    host_rss_mib: float | None
-    flops_per_step: float | None
-    tflops: float | None
-    mfu: float | None
-    loss_scale: float | None
-    skipped_steps: int | None
-    energy_j_per_sample: float | None
-    stragglers: Stragglers | None
+    epoch: int = 0
+    first_epoch: int = 0
+    world_size: int = 1
+    steps: int = 0
+    samples: int | None = None
+    train_seconds: float = 0.0
+    samples_per_sec: float | None = None
+    steps_per_sec: float | None = None
+    step_ms_p50: float | None = None
+    step_ms_p95: float | None = None
+    data_wait_frac: float | None = None
+    peak_memory_mib: float | None = None
+    peak_memory_source: str = ""
+    host_rss_mib: float | None = None
+    flops_per_step: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    energy_j_per_sample: float | None = None
+    stragglers: Stragglers | None = None
 
     def metrics(self) -> dict[str, float]:
         """What is logged, under ``accel/``."""

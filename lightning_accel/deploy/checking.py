@@ -103,17 +103,17 @@ class Check:
         if fixed and self.dynamic != "auto":
             raise DynamicDimensionError(self._in_one_size(fixed, captured))
         calls = [self.arguments, *(one for _, one in taken)]
-        failure, error = self._differs(call, calls)
+        failure, off = self._differs(call, calls)
         advice = self._about_sizes(call, taken) if failure and not self.form.has_graph else ""
         others = other_numbers(self.arguments)
         if not failure and (outputs := _outputs(self.original, others)) is not None and is_finite(outputs):
             failure, more = self._differs(call, [others])
-            failure, error = failure and f"{failure} with other numbers than the example's", max(error, more)
+            failure, off = failure and f"{failure} with other numbers than the example's", max(off, more)
         if failure:
             verb = "computes " if failure.startswith("other numbers") else ""
             why = self._why(call, calls, path.parent)
             raise ExportError(f"form={self.form.name!r} {verb}{failure}.{why}{advice} Nothing was written.")
-        return Checked(fixed, at_most, calls, error)
+        return Checked(fixed, at_most, calls, off)
 
     def _differs(self, call: Call, calls: list[Arguments]) -> tuple[str, float]:
         return differs(self.original, call, calls, self.quantized)

@@ -31,7 +31,7 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
         arguments: An example, for a run that the library asks for.
     """
     onnx, quantization = importlib.import_module("onnx"), importlib.import_module("onnxruntime.quantization")
-    layers: dict[str, Any] = {
+    layers: dict[str | None, Any] = {
         name: one for name, one in quantized.named_modules(remove_duplicate=False) if is_converted(one)
     }
     graph = onnx.load(path).graph

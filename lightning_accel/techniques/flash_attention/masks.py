@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +163,8 @@ def scale_of(edits: Sequence[Edit]) -> float:
 def _merged(call: AttentionCall, edits: Sequence[Edit]) -> Tensor:
     """The mask that the edits come to: boolean, or in the precision that scores have what becomes of scores of zero."""
     if all(edit.kind != "add" for edit in edits):
-        return functools.reduce(torch.logical_and, (edit.by for edit in edits if edit.kind == "keep"))
+        kept: Iterator[Tensor] = (edit.by for edit in edits if edit.kind == "keep")
+        return functools.reduce(torch.logical_and, kept)
     dtypes = (edit.by.dtype for edit in edits if edit.kind == "add")
     dtype = functools.reduce(torch.promote_types, dtypes, call.query.dtype)
     first, *rest = itertools.dropwhile(lambda edit: edit.kind == "multiply", edits)

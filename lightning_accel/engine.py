@@ -23,8 +23,8 @@ from lightning_accel.core.states import VerdictKind
 from lightning_accel.technique_run import Decisions, TechniqueRun
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Technique
-from lightning_accel.techniques.events import Added
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Added
 
 T = TypeVar("T", bound=Technique)
 

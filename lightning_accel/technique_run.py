@@ -18,9 +18,9 @@ from lightning_accel.core.report import AccelError, TechniqueReport, one_line
 from lightning_accel.core.states import SiteChanged, VerdictKind
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Technique
-from lightning_accel.techniques.events import Decided, Event, Settled, Switched
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
 
 Decisions = dict[str, Verdicts]
 """Technique → site → verdict."""

@@ -21,10 +21,10 @@ from lightning_accel.core.report import AccelError, AccelWarning
 from lightning_accel.engine import Engine
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import LoaderTerms, Technique
-from lightning_accel.techniques.events import Event, Settled
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Event, Settled
 from support.models import TASKS, TinyCNN
 
 HOST = Host(kind="cpu", device_name="a CPU")

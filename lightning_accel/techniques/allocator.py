@@ -20,9 +20,9 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques.arms import OFF, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.technique_context import Forecast, Verdict
+from lightning_accel.techniques.technique_events import Event, Switched
 
 KEEP = "keep"
 LEAST_FAULTS = 128

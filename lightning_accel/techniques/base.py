@@ -15,9 +15,9 @@ from typing_extensions import Self
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.techniques.events import Event
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Event
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -196,4 +196,4 @@ class Technique:
         return loader
 
     def on(self, event: Event) -> None:
-        """Called when something has happened: see :mod:`lightning_accel.techniques.events`."""
+        """Called when something has happened: see :mod:`lightning_accel.techniques.technique_events`."""

@@ -23,11 +23,11 @@ from lightning_accel.techniques.compile_setup import CompileSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
 from lightning_accel.techniques.compiled_graphs import GRAPHS, SETTLE, ReplayedPatch
 from lightning_accel.techniques.cuda_capture import capture_on_cuda
-from lightning_accel.techniques.events import Decided, Event, Settled
 from lightning_accel.techniques.graphed_block import Capture
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import SiteTrial, Verdict
+from lightning_accel.techniques.technique_events import Decided, Event, Settled
 
 CompileSetting = Literal[
     "off", "on", "auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"

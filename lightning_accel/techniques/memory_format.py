@@ -35,13 +35,13 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.events import Decided, Event, Settled, Switched
 from lightning_accel.techniques.layout_draws import LayoutDraws, LayoutDrawsInOrder
 from lightning_accel.techniques.layout_rescue import LayoutRescue, LayoutShown
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
 
 MemoryFormatSetting = Literal["auto", "off", "channels_last", "channels_last_3d"]
 

@@ -20,10 +20,10 @@ from lightning_accel.core.patch import temporarily
 from lightning_accel.core.report import Report
 from lightning_accel.techniques.arms import OFF, Arm, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.grad_scaler import CountingGradScaler
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.technique_context import Forecast
+from lightning_accel.techniques.technique_events import Event, Switched
 
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]

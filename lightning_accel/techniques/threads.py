@@ -14,10 +14,10 @@ from typing_extensions import override
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site, Variant
 from lightning_accel.techniques.technique_context import Forecast
+from lightning_accel.techniques.technique_events import Event, Switched
 
 
 @dataclass(frozen=True)

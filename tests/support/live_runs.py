@@ -18,8 +18,8 @@ from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
 from lightning_accel.techniques import BuildContext, Technique, Traits, register
 from lightning_accel.techniques.arms import Live
-from lightning_accel.techniques.events import Event, Switched
 from lightning_accel.techniques.registry import forget
+from lightning_accel.techniques.technique_events import Event, Switched
 from support.technique_table import off
 
 BATCH_SIZE = 4

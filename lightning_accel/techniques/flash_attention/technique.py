@@ -16,7 +16,6 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.events import Decided, Event, Settled, Switched
 from lightning_accel.techniques.flash_attention.backend_trial import WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
@@ -28,6 +27,7 @@ from lightning_accel.techniques.flash_attention.settings import FlashAttentionPl
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Forecast, Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
 _FIRST_CAPTURE_S, _CAPTURE_S = 0.5, 0.1  # what Dynamo takes, in a process and for every function

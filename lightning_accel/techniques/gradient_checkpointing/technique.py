@@ -25,12 +25,12 @@ from lightning_accel.memory.costs import kind_of
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.memory.saved_bytes import kept_bytes
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
-from lightning_accel.techniques.events import Added, Event
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts
+from lightning_accel.techniques.technique_events import Added, Event
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

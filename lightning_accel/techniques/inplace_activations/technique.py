@@ -16,12 +16,12 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.events import Added, Event
 from lightning_accel.techniques.inplace_activations.kinds import kind_of, unfit
 from lightning_accel.techniques.inplace_activations.ownership import SMALLEST, Activation
 from lightning_accel.techniques.inplace_activations.refcount_calibration import calibration
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import PausedPatch, Site
+from lightning_accel.techniques.technique_events import Added, Event
 
 
 @dataclass(frozen=True, kw_only=True)

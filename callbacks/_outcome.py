@@ -21,7 +21,7 @@ from lightning_accel.settings import Plan
 from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
-_BOUNDS = tuple(f"{_RUN}speed_ratio{bound}" for bound in ("", "_low", "_high"))
+_BOUNDS = (f"{_RUN}speed_ratio", f"{_RUN}speed_ratio_low", f"{_RUN}speed_ratio_high")
 
 
 @dataclass(frozen=True, kw_only=True)

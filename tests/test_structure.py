@@ -19,7 +19,6 @@ LAYERS = (
     ("step",),
     ("experiment",),
     ("ops",),
-    ("experiment",),
     ("memory",),
     ("data",),
     ("techniques",),

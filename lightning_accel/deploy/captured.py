@@ -69,11 +69,12 @@ def output_names_of(program: ExportedProgram) -> list[str]:
     names = _names_in(structure.unflatten(range(structure.num_leaves)))
     specs = [spec for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
     taken = {node.name for node in program.graph.nodes}
-    return [
-        f"output_{name}" if name[0].isdigit() or name in taken - {spec.arg.name} else name
+    found = [
+        f"output_{name}" if name[:1].isdigit() or name in taken - {spec.arg.name} else name
         for name, spec in zip(names, specs, strict=True)
         if type(spec.arg).__name__ == "TensorArgument"
     ]
+    return found if len({*found}) == len(found) else [f"output_{index}" for index in range(len(found))]
 
 
 def _names_in(data: Any, prefix: str = "") -> Iterator[str]:

@@ -36,6 +36,8 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
     }
     graph = onnx.load(path).graph
     found = [(node, layer) for node in graph.node if (layer := layers.get(_module_of(node))) is not None]
+    if not found:  # without names the library would convert all nodes
+        return
     options: dict[str, Any] = {"per_channel": True, "nodes_to_quantize": [node.name for node, _ in found]}
     ranges = {node.input[0]: _range(layer.quant) for node, layer in found if hasattr(layer, "quant")}
     if not ranges:

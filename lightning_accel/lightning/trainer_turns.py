@@ -75,7 +75,7 @@ class _StepEnds(Layer):
 
     name = "timeline"
 
-    def __init__(self, trainer: Trainer, turns: Turns) -> None:
+    def __init__(self, trainer: Trainer, turns: Turns[LiveTrials]) -> None:
         checkpoints = [(one, ("on_train_batch_end",)) for one in trainer.checkpoint_callbacks]
         super().__init__([(trainer.fit_loop.epoch_loop.batch_progress, ("increment_completed",)), *checkpoints])
         self._turns, self._timeline = turns, timeline_of(trainer)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
 
+from lightning_accel.callbacks._tuner_searches import Searches
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.lightning.packages import LightningModule, Trainer
 from lightning_accel.step.layers import Call, Layer
@@ -17,20 +17,11 @@ class DetachedCallback(Layer):
 
     What the hooks do once a step or an epoch has ended comes after it. Whoever applies this layer calls the hooks for
     the end of the fit and for a checkpoint that is being saved.
-
-    Args:
-        trainer: The Trainer, whose loops and strategy call the hooks.
-        module: The module in its fit.
-        callback: The callback.
-        is_aside: Returns whether the callback is to be left out now: a search puts all callbacks aside while it runs
-            the loop.
     """
 
     name = "logger"
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, callback: SpeedMemoryLogger, is_aside: Callable[[], bool]
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, callback: SpeedMemoryLogger) -> None:
         loop, strategy = trainer.fit_loop, trainer.strategy
         self._steps = loop.epoch_loop
         is_automatic = module.automatic_optimization
@@ -38,12 +29,10 @@ class DetachedCallback(Layer):
         # A single rank keeps nobody waiting.
         of_strategy = [*_BEFORE, *(["pre_backward"] if trainer.world_size > 1 else [])]
         super().__init__([(loop, (*_AFTER, *_AT_END)), (strategy, of_strategy), (optimization, ("run",))])
-        self._trainer, self._module, self._callback, self._is_aside = trainer, module, callback, is_aside
+        self._trainer, self._module, self._callback, self._searches = trainer, module, callback, Searches(trainer)
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage == "run":
-            return self._around_step(call, *args)
         if stage in _AFTER:
             result = call(*args, **kwargs)
             self._tell(_AFTER[stage])
@@ -54,9 +43,9 @@ class DetachedCallback(Layer):
             self._tell(_AT_END.get(stage, stage), *args, *kwargs.values())
         return call(*args, **kwargs)
 
-    def _around_step(self, call: Call, *args: Any) -> Any:
+    def around_run(self, call: Call, *args: Any) -> Any:
         # With as few calls as can be: it is this that a step costs with nothing to do.
-        if self._is_aside():
+        if self._searches.found and self._searches.are_running():
             return call(*args)
         callback = self._callback
         if (rests := callback.rests).left:
@@ -75,7 +64,7 @@ class DetachedCallback(Layer):
 
     def _tell(self, hook: str, *values: Any) -> None:
         told = getattr(self._callback, hook)
-        if told is not None and not self._is_aside():
+        if told is not None and not self._searches.are_running():
             told(self._trainer, self._module, *values)
 
 

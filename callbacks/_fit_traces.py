@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import Announcements
+from lightning_accel.callbacks._fit_timeline import timeline_of
 from lightning_accel.callbacks._recording import Recording
 from lightning_accel.callbacks._reporting import folder_of
 from lightning_accel.callbacks._slow_steps import SlowSteps
-from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.profilers import is_profiling
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import one_line
@@ -43,7 +43,7 @@ class FitTraces:
         self._times = 0
         self._is_asked = False
         self._before: Any = None  # the handler of the signal that ours has replaced
-        self._slow = SlowSteps(clock_for(trainer.strategy.root_device)) if on == "slow" else None
+        self._slow = SlowSteps(timeline_of(trainer)) if on == "slow" else None
         self._left = 0  # steps to trace, where their numbers are not known before
         self._length = steps if isinstance(steps, int) else 0
         self._numbers: Sequence[int] = []
@@ -69,6 +69,8 @@ class FitTraces:
 
     def step_begins(self) -> None:
         """Told when a step has its batch."""
+        if self._slow is not None:
+            self._slow.step_begins(self._number())
         if self._recording is None and self._is_due(self._number()):
             self._begin(self._number())
 
@@ -111,6 +113,8 @@ class FitTraces:
         """Ends it all, and leaves everything as it was; also in the middle of a step that has raised."""
         if self._recording is not None:
             self._finish()
+        if self._slow is not None:
+            self._slow.close()
         if self._before is not None and _SIGNAL is not None:
             if signal.getsignal(_SIGNAL) == self._receive:
                 signal.signal(_SIGNAL, self._before)
@@ -125,7 +129,7 @@ class FitTraces:
 
     def _look(self, number: int) -> None:
         """Decides whether the steps that come are to be traced."""
-        if self._slow is not None and (found := self._slow.step_ended(number)) and self._times < self._at_most:
+        if self._slow is not None and (found := self._slow.step_ended()) and self._times < self._at_most:
             self._why, self._left = found, self._length
         if self._is_asked:
             self._is_asked = False

@@ -20,7 +20,7 @@ from lightning_accel.callbacks._summary_logger import Teller
 from lightning_accel.core.clocks import Deadline, seconds
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
-from lightning_accel.core.step_timeline import StepTimeline
+from lightning_accel.core.step_timeline import StepTally, StepTimeline
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.epoch_speed import EpochSpeed
@@ -142,7 +142,7 @@ class FitInstruments:
         self._allowance.took(self.steps, self.interval.tally.cycle_ms[-15:])
         self._allowance.pay(IN_A_ROW * _TIMED_STEP_S)
         # Turns of live trials are all to be equally timed.
-        settled = has_settled(self._trainer)
+        settled = has_settled(self._trainer) and not self.timeline.is_watched
         self._rests.plan(self.steps, self._allowance.part_of_steps(_TIMED_STEP_S) if settled else None)
         if self._rests.to_come:
             if self._fetch_hooks is not None:
@@ -150,6 +150,8 @@ class FitInstruments:
             if self._phases is not None:
                 self._phases.rest()
             self._go_on_resting()
+        else:
+            self._rests.samples = 0
 
     def _go_on_resting(self) -> None:
         if self.record is not None:  # as a single rank's is
@@ -222,7 +224,9 @@ class FitInstruments:
             if record is not None:
                 record.knows_samples = False
         is_apart = is_watched or (phases is not None and phases.is_holding)
-        self.timeline.step_ended(samples or 0, is_apart, has_captured)
+        if has_captured:
+            self.timeline.labels[StepTally.LABEL] = True
+        self.timeline.step_ended(samples or 0, is_apart)
         self.steps += 1
         self._rests.samples += samples or 0
         if self.ends is not None:
@@ -289,9 +293,8 @@ class FitInstruments:
                 teller.ended(record, tells_all=may_tell(_TEXTS_S), draws=may_tell(_FIGURES_S))
 
     def close(self) -> None:
-        self.interval.flops.close()
         if self._phases is not None:
             self._phases.close()
         if self._fetch_hooks is not None:
             self._fetch_hooks.undo()
-        self.interval.energy.close()
+        self.interval.close()

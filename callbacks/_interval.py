@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from lightning_accel.callbacks._batch_size import SampleCounter, SizeReader
+from lightning_accel.callbacks._fit_timeline import timeline_of
 from lightning_accel.callbacks._flops import FlopMeter, peak_flops_per_sec
 from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
 from lightning_accel.callbacks._ranks import RankEpoch, thinned
-from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.core.step_timeline import StepTally, StepTimeline
+from lightning_accel.core.step_timeline import Driver, StepTally
 from lightning_accel.evidence.speed import FEWEST
 from lightning_accel.lightning.packages import Trainer
 
@@ -21,12 +21,8 @@ from lightning_accel.lightning.packages import Trainer
 class Interval:
     """The meters of one rank.
 
-    Args:
-        trainer: In its fit.
-        batch_size_fn: As of :class:`~lightning_accel.callbacks.SpeedMemoryLogger`.
-
     Attributes:
-        timeline: Told of every fetch and step.
+        timeline: The fit's, told of every fetch and step.
         tally: The times of the interval's steps.
         flops: Counts one of the steps.
         energy: Told of every pause.
@@ -42,7 +38,8 @@ class Interval:
         self.samples = SampleCounter(batch_size_fn, _say_samples_unknown)
         self._skipped_before = self._skipped_steps()
         self._peak_flops = peak_flops_per_sec(device, str(trainer.precision))
-        self.timeline, self.tally = StepTimeline(clock_for(device)), StepTally()
+        self.timeline, self.tally = timeline_of(trainer), StepTally()
+        self.timeline.claim(self, Driver.LOGGER)
         self.flops = FlopMeter()
         self.energy = EnergyMeter.open(device)
         self.memory: PeakMemory | None = None
@@ -53,13 +50,21 @@ class Interval:
         """Begins a new interval of measurement, and forgets the present one."""
         self.flops.close()
         self.timeline.restart()
+        self.timeline.forget(self.tally.took)
         self.tally = StepTally()
-        self.timeline.listeners[:] = [self.tally.took]
+        self.timeline.listeners.append(self.tally.took)
         if self.memory is not None:
             self.memory.restart()
         self.energy.restart()
         self.knows_samples = True
         self.fetches_from = None if self.fetches_from is None else 0
+
+    def close(self) -> None:
+        """Listens no more."""
+        self.flops.close()
+        self.energy.close()
+        self.timeline.forget(self.tally.took)
+        self.timeline.release(self)
 
     def measured(self, all_steps: int) -> RankEpoch:
         """What the interval has come to, with ``all_steps`` steps, timed or not."""

@@ -43,11 +43,6 @@ class PhaseSampler:
 
     Strategy and loggers of the Trainer are edited until :meth:`close`, so that they tell of their phases.
 
-    Args:
-        trainer: In its fit.
-        timeline: Of the fit's steps. The sampler tells it of fetches.
-        may_hold: Says whether a step may take longer now, as nobody decides anything by it.
-
     Attributes:
         failure: Why no step is looked at; empty if steps are.
         is_holding: Whether the step under way is held back.

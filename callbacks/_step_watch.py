@@ -30,11 +30,6 @@ def has_settled(trainer: Trainer) -> bool:
 class StepWatch:
     """Decides which steps of a fit are watched.
 
-    Args:
-        trainer: In its fit.
-        flops: Counts the FLOPs of a step.
-        allowance: Pays for it.
-
     Attributes:
         phases: Knows which phase a step is in; None if steps are not taken apart.
         next_at: The number of steps after which one is to be watched; None if none is.

@@ -6,11 +6,17 @@ takes milliseconds, and registers the names when a package of Lightning's is the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-from lightning_accel.lightning.packages import Package, at_import, in_order_of
+from typing_extensions import override
+
+from lightning_accel.lightning.packages import LAST_NAMES, PACKAGES, Package, imported, in_order_of
 
 NAMES = {
     "accel": ("AccelStrategy", "One device, with AccelPlugin and the device pipeline"),
@@ -21,7 +27,7 @@ NAMES = {
 
 def register_strategies() -> None:
     """Registers the names with each of Lightning's packages that is imported, now or later."""
-    at_import(_register)
+    _at_import(_register)
 
 
 def _register(package: Package) -> None:
@@ -35,3 +41,46 @@ def _made_when_asked_for(class_name: str, package: Package) -> Callable[..., Any
         return in_order_of(package, getattr(import_module("lightning_accel"), class_name))(**settings)
 
     return make
+
+
+def _at_import(told: Callable[[Package], None]) -> None:
+    """Calls ``told`` with every package: now where the program has imported it, else when it has."""
+    for package in imported():
+        told(package)
+    missing = {getattr(one, part): (one, part) for one in PACKAGES for part in LAST_NAMES if not one.is_imported(part)}
+    if missing and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport(missing, told))
+
+
+class _AtImport(MetaPathFinder):
+    """Finds a package as the other finders do, to hear of it when it is there."""
+
+    def __init__(self, missing: dict[str, tuple[Package, str]], told: Callable[[Package], None]) -> None:
+        self._missing = missing
+        self._told = told
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._missing:
+            return None
+        package, part = self._missing[fullname]
+        others = (one for one in sys.meta_path if one is not self and hasattr(one, "find_spec"))
+        spec = next((found for one in others if (found := one.find_spec(fullname, path, target))), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # it is as it was
+                execute(module)
+                self._missing.pop(fullname, None)
+                if not self._missing and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                imported(part)
+                if part == "pytorch":
+                    self._told(package)
+
+            loader.exec_module = exec_module
+        return spec

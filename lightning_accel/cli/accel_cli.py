@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from lightning_utilities.core.imports import RequirementCache
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.arguments import arguments
 from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections
@@ -80,15 +80,18 @@ class AccelCLI(LightningCLI):
         ModuleNotFoundError: jsonargparse is missing.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        given = [package for thing in (*args, *kwargs.values()) if (package := package_of(thing)) is not None]
+        cli: Self = super().__new__(in_order_of(given[0] if given else in_use(), cls))
+        return cli
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not _JSONARGPARSE:
             raise ModuleNotFoundError(
                 f"{type(self).__name__} reads its configuration with jsonargparse, which is not usable here:"
                 f" pip install 'lightning-accel[cli]'. ({_JSONARGPARSE})"
             )
-        given = [package for thing in (*args, *kwargs.values()) if (package := package_of(thing)) is not None]
-        package = given[0] if given else in_use()
-        self.__class__ = in_order_of(package, type(self))
+        package = package_of(self) or in_use()
         kwargs.setdefault("parser_class", in_order_of(package, AccelArgumentParser))
         if len(args) <= _TRAINER_CLASS:
             kwargs.setdefault("trainer_class", in_order_of(package, TunableTrainer))

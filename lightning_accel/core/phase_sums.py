@@ -56,10 +56,6 @@ class PhaseSums:
         held back until the host is ahead, the device never waits, and a phase takes what its work takes. What the same
         phase takes longer in other steps, the device waits. It is at the least, as a device that was held back may
         wait all the same: where the host asks it for a result, and where operations are more than fit into its queue.
-
-        Args:
-            held: Of steps in which the device was held back. A phase that it has not seen is not spoken of.
-            phases: Which are asked about.
         """
         found = {}
         for phase in phases:

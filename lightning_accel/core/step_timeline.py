@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.phase_sums import PhaseSums, Switch
 
 _LATEST = slice(-8, None)  # the steps whose waiting stands for that of steps of which nothing else was told
-_ENDED = 3  # the place of that instant in a cycle
+
+
+class Driver(IntEnum):
+    """Who tells a timeline of its steps, if several could: the highest of them."""
+
+    MEMORY = 1
+    TRACES = 2
+    PLAIN_START = 3
+    TURNS = 4
+    LOGGER = 5
 
 
 class StepTimes(NamedTuple):
@@ -25,7 +35,9 @@ class StepTimes(NamedTuple):
         samples: How many samples they trained on.
         together: How many steps ended together; 0 for a step that was timed by itself.
         is_apart: Whether something slowed the step down, so that it does not count.
-        label: What :meth:`StepTimeline.step_ended` was given.
+        labels: What listeners have noted about it in :attr:`StepTimeline.labels`.
+        tail_ms: From its end to that of what belongs to it for some, without what :meth:`StepTimeline.mark_aside`
+            leaves out; 0 if nobody asks for it.
     """
 
     step_ms: float
@@ -35,7 +47,8 @@ class StepTimes(NamedTuple):
     samples: int
     together: int
     is_apart: bool
-    label: Any
+    labels: Mapping[Any, Any]
+    tail_ms: float
 
 
 class StepTimeline:
@@ -51,6 +64,12 @@ class StepTimeline:
     Args:
         clock: The clock of the device that trains.
         listeners: Called in their order with each step that has ended, once the device has passed it.
+
+    Attributes:
+        labels: Notes of listeners about the step that is under way or begins next, with themselves as keys.
+        has_tails: Whether steps have tails: each is told of at :meth:`tail_ended`.
+        is_watched: Whether a listener has to be told of each step by itself.
+        driver: Who tells of steps; None if nobody does. All others only listen.
     """
 
     def __init__(self, clock: HostClock, *listeners: Callable[[StepTimes], object]) -> None:
@@ -58,15 +77,37 @@ class StepTimeline:
         # Looked up once, as a step needs each of them several times.
         self._mark, self._elapsed, self._unit_ms = clock.mark, clock.elapsed, clock.unit_ms
         self._take = self._read if clock.is_host else self._keep
-        self._pending: deque[tuple[Any, ...]] = deque()
+        self._pending: deque[tuple[Any, ...]] = deque()  # the last instant of a cycle, and its parts
+        self._held: tuple[Any, ...] | None = None  # the parts of a cycle in its tail
+        self.labels: dict[Any, Any] = {}
+        self.has_tails = self.is_watched = False
+        self.driver: Any = None
+        self._rank = 0
         self.restart()
 
+    def claim(self, driver: Any, rank: Driver) -> bool:
+        """Returns whether ``driver`` is to tell of steps: it is, unless somebody of a higher rank does."""
+        if rank > self._rank:
+            self.driver, self._rank = driver, rank
+        return self.driver is driver
+
+    def release(self, driver: Any) -> None:
+        """Has ``driver`` tell of no more steps."""
+        if self.driver is driver:
+            self.driver, self._rank = None, 0
+
+    def forget(self, listener: Callable[[StepTimes], object]) -> None:
+        """Tells a listener no more, if it was told."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+
     def restart(self) -> None:
-        """Forgets everything, also the step under way."""
+        """Tells of all steps that have ended, and forgets the one under way."""
+        self.settle()
         self._began: Any = None
         self._fetches: list[Any] = []  # begin, end, begin, end, ...
         self._backward: Any = None
-        self._pending.clear()
+        self._tail: list[Any] = []  # the step's end, begin and end of what is left out, ..., its own end
         self.drop_phases()
         self.clock.follow_stream()
 
@@ -77,8 +118,8 @@ class StepTimeline:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether time that passes now is a step's: a cycle is open, and no fetch."""
-        return self.is_open and len(self._fetches) % 2 == 0
+        """Whether time that passes now is a step's or its tail's, and is not left out."""
+        return len(self._fetches) % 2 == 0 if self._fetches else len(self._tail) % 2 == 1
 
     def fetch_began(self) -> None:
         self._fetches.append(self._mark())
@@ -96,31 +137,50 @@ class StepTimeline:
         if self._fetches and self._backward is None:
             self._backward = self._mark()
 
-    def step_ended(self, samples: int = 0, is_apart: bool = False, label: Any = None, at: Any = None) -> None:
-        """Ends the cycle under way, and tells the listeners of what the device has passed.
+    def step_ended(self, samples: int = 0, is_apart: bool = False, at: Any = None) -> None:
+        """Ends the cycle under way, if there is one, and tells the listeners of what the device has passed.
 
         Args:
             samples: How many samples the step trained on.
             is_apart: Whether something slowed it down.
-            label: What listeners are to be given with its times.
             at: The instant of the clock at which it ended; None if that is now.
         """
+        if not self._fetches:
+            return
         ended = self._mark() if at is None else at
-        if self._fetches:
-            phases = self._ended_phases(ended) if self._stack else None
-            self._take(self._began, self._fetches, self._backward, ended, samples, is_apart, 0, label, phases)
-        self._began, self._fetches, self._backward = ended, [], None
+        phases = self._ended_phases(ended) if self._stack else None
+        cycle = self._began, self._fetches, self._backward, ended, samples, is_apart, 0, self.labels, phases
+        self._began, self._fetches, self._backward, self.labels = ended, [], None, {}
+        if self.has_tails:
+            self._held, self._tail = cycle, [ended]
+        else:
+            self._take(*cycle, ())
 
-    def steps_ended(self, steps: int, samples: int = 0, label: Any = None) -> int:
+    def mark_aside(self) -> None:
+        """Begins, or ends, what belongs neither to the step under way nor to its tail: a checkpoint."""
+        if self._fetches:
+            self._fetches.append(self._mark())
+        elif self._held is not None:
+            self._tail.append(self._mark())
+
+    def tail_ended(self) -> None:
+        """Ends the tail of the step that has ended last, if it has one, and tells the listeners of the step."""
+        if self._held is not None:
+            cycle = *self._held, [*self._tail, self._mark()]
+            self._held, self._tail = None, []
+            self._take(*cycle)
+
+    def steps_ended(self, steps: int, samples: int = 0) -> int:
         """Ends steps of which nothing else was told: their cycles are equal parts of the time since the last end.
 
         Returns:
             How many steps count: none if there was a pause.
         """
         began, self._began = self._began, self._mark()
+        labels, self.labels = self.labels, {}
         if began is None:
             return 0
-        self._take(began, [began, began], None, self._began, samples, False, steps, label, None)
+        self._take(began, [began, began], None, self._began, samples, False, steps, labels, None, ())
         return steps
 
     def pause(self) -> None:
@@ -130,8 +190,9 @@ class StepTimeline:
 
     def settle(self) -> None:
         """Tells the listeners of all steps that have ended. The only call that may wait for the device."""
+        self.tail_ended()
         if self._pending:
-            self.clock.wait_for(self._pending[-1][_ENDED])
+            self.clock.wait_for(self._pending[-1][0])
             self._read_passed()
 
     # -- phases --------------------------------------------------------------------------------------------------
@@ -175,17 +236,18 @@ class StepTimeline:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _keep(self, *cycle: Any) -> None:
-        self._pending.append(cycle)
+        *_, ended, _, _, _, _, _, tail = cycle
+        self._pending.append((tail[-1] if tail else ended, cycle))
         self._read_passed()
 
     def _read_passed(self) -> None:
         # All instants are of one stream, so what came before one that has passed has passed too.
-        while self._pending and self.clock.has_passed(self._pending[0][_ENDED]):
-            self._read(*(cycle := self._pending.popleft()))
-            began, fetches, backward, *_, phases = cycle
+        while self._pending and self.clock.has_passed(self._pending[0][0]):
+            self._read(*(cycle := self._pending.popleft()[1]))
+            began, fetches, backward, *_, phases, tail = cycle
             # A cycle's end stays: it is the next one's beginning.
             switched = [] if phases is None else [switch.mark for switch in phases[1][:-1]]
-            self.clock.release((*fetches, backward, began, *switched))
+            self.clock.release((*fetches, backward, began, *switched, *tail[1:]))
 
     def _read(
         self,
@@ -196,8 +258,9 @@ class StepTimeline:
         samples: int,
         is_apart: bool,
         together: int,
-        label: Any,
+        labels: Mapping[Any, Any],
         phases: Any,
+        tail: Sequence[Any],
     ) -> None:
         elapsed, ms = self._elapsed, self._unit_ms
         opened = fetches[0]
@@ -210,8 +273,12 @@ class StepTimeline:
         if together:
             took = cycle_took = took / together
         before = None if backward is None else elapsed(backward, opened if began is None else began) * ms
+        tail_took = sum(map(elapsed, tail[1::2], tail[::2])) if tail else 0.0
         # By tuple's own constructor: that of a named tuple takes as long as all the rest.
-        times = ((took - waited) * ms, cycle_took * ms, waited * ms, before, samples, together, is_apart, label)
+        times = (
+            *((took - waited) * ms, cycle_took * ms, waited * ms, before),
+            *(samples, together, is_apart, labels, tail_took * ms),
+        )
         step = tuple.__new__(StepTimes, times)
         if phases is not None:
             phases[0].add(self.clock, phases[1])
@@ -227,10 +294,12 @@ class StepTally:
     Attributes:
         step_ms: Of each step that was timed by itself; likewise ``before_backward_ms``.
         cycle_ms: Of each step; likewise ``wait_ms``.
-        labelled_ms: The cycles of steps with a label that is true.
+        labelled_ms: The cycles of steps that have the label :attr:`LABEL`.
         samples: How many samples the steps trained on.
         steps_apart: How many steps do not count; likewise ``samples_apart``.
     """
+
+    LABEL = "captured a graph"
 
     def __init__(self) -> None:
         self.step_ms, self.cycle_ms, self.wait_ms = array("d"), array("d"), array("d")
@@ -239,7 +308,7 @@ class StepTally:
 
     def took(self, step: StepTimes) -> None:
         """Keeps the times of a step, or of several that ended together."""
-        step_ms, cycle_ms, wait_ms, before_backward_ms, samples, together, is_apart, label = step
+        step_ms, cycle_ms, wait_ms, before_backward_ms, samples, together, is_apart, labels, _ = step
         if is_apart:
             self.steps_apart += 1
             self.samples_apart += samples
@@ -255,5 +324,5 @@ class StepTally:
         self.wait_ms.append(wait_ms)
         if before_backward_ms is not None:
             self.before_backward_ms.append(before_backward_ms)
-        if label:
+        if labels and self.LABEL in labels:
             self.labelled_ms.append(cycle_ms)

@@ -6,8 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from lightning_accel.core.clocks import HostClock
-from lightning_accel.core.step_timeline import StepTimeline, StepTimes
+from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
 
 _WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an epoch is the rest that was left
 
@@ -40,28 +39,38 @@ class _Turn:
 class Turns(Generic[Trials]):
     r"""Cuts a training into turns, and has live trials take them. Until there are trials, hardly anything is done.
 
-    Whoever trains tells of steps and turns. A Trainer and a plain loop differ in this:
+    It listens to the timeline of a training. A Trainer and a plain loop differ in this:
 
-    * A Trainer's step is from a batch's transfer to the end of ``on_train_batch_end``, without fetches, and without
-      checkpoints, for which it calls :meth:`pause`. A plain loop's is from one beginning to the next, with all of that.
+    * A Trainer's step has a tail, up to the end of ``on_train_batch_end``, without fetches, and without checkpoints. A
+      plain loop's is from one beginning to the next, with all of that.
     * A Trainer's turn is the batches whose gradients are accumulated, taken as if each were as large as the first. A
       plain loop's is one step, and batches are taken to be equally large.
     * A turn that does not count is taken again in a Trainer with a single rank. Several may not agree on what counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: StepTimeline) -> None:
         self.trials: Trials | None = None  # before `start`
-        self._timeline = StepTimeline(HostClock())
+        self._timeline = timeline
         self._repeats = 0
         self._turn = _Turn()
         self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order, whose time they do not know
         self._elements = 0  # of the latest turn that counts
         self._typical_elements = 0
 
-    def start(self, trials: Trials, clock: HostClock, *, repeats: int = 0) -> None:
+    def start(self, trials: Trials, *, repeats: int = 0) -> None:
         """Has ``trials`` take the turns from the next one on. One that does not count is taken again, so often."""
         self.trials, self._repeats = trials, repeats
-        self._timeline = StepTimeline(clock, self._took)
+        self._timeline.listeners.append(self._took)
+        self._timeline.has_tails = True
+        self._timeline.claim(self, Driver.TURNS)
+
+    def stop(self) -> None:
+        """Listens no more."""
+        if self._took in self._timeline.listeners:
+            self._timeline.tail_ended()
+            self._timeline.has_tails = False
+            self._timeline.release(self)
+            self._timeline.forget(self._took)
 
     @property
     def are_taken(self) -> bool:
@@ -71,24 +80,16 @@ class Turns(Generic[Trials]):
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
         """Told that a step begins, with a batch of so many elements, perhaps the last one of an epoch."""
         self._timeline.step_began()
+        self._timeline.labels[self] = self._turn
         self._turn.untimed += 1
         self._turn.elements += elements
         self._turn.ends_epoch |= ends_epoch
 
     def step_ends(self) -> None:
         """Told that the step under way is over, if there is one."""
-        if self._timeline.is_open:
-            self._timeline.step_ended(label=self._turn)
-
-    def pause(self) -> None:
-        """Leaves what comes now out of the time of the step under way, until :meth:`go_on`."""
-        if self._timeline.is_open:
-            self._timeline.fetch_began()
-
-    def go_on(self) -> None:
-        """Ends what :meth:`pause` began."""
-        if self._timeline.is_open:
-            self._timeline.fetch_ended()
+        if self._timeline.driver is self:
+            self._timeline.step_ended()
+        self._timeline.tail_ended()
 
     def interrupt(self) -> None:
         """Told that something else than training goes on. If that is timed as a step, the turn does not count."""
@@ -111,11 +112,14 @@ class Turns(Generic[Trials]):
         self._turn = _Turn()
         self.trials.begin()
         self._unheard.append(self._turn)
+        if self.trials.is_over:
+            self.stop()
 
     def _took(self, step: StepTimes) -> None:
-        turn: _Turn = step.label
-        turn.seconds += step.step_ms / 1e3
-        turn.untimed -= 1
+        turn: _Turn | None = step.labels.get(self)
+        if turn is not None:
+            turn.seconds += (step.step_ms + step.tail_ms) / 1e3
+            turn.untimed -= 1
 
     def _tell(self, trials: Trials) -> None:
         while self._unheard and self._unheard[0].is_over and not self._unheard[0].untimed:

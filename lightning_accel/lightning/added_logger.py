@@ -5,16 +5,11 @@ from __future__ import annotations
 from lightning_accel.callbacks._detached_callback import DetachedCallback
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
 from lightning_accel.lightning.packages import LightningModule, Trainer
-from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.settings import Plan
 
 
 class AddedLogger:
     """A :class:`SpeedMemoryLogger` beside the callbacks of a Trainer, from the fit's start to its end.
-
-    Args:
-        trainer: About to fit.
-        module: That it fits.
 
     Attributes:
         logger: The measure.
@@ -23,7 +18,7 @@ class AddedLogger:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.logger = SpeedMemoryLogger()
         self._trainer, self._module = trainer, module
-        self._layer = DetachedCallback(trainer, module, self.logger, Searches(trainer).are_running)
+        self._layer = DetachedCallback(trainer, module, self.logger)
         self._layer.apply()
 
     @classmethod

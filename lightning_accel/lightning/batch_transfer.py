@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_accel.core.patch import MethodPatch, applied
+from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.training import map_parts
 from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
 from lightning_accel.data.loader_proxy import stood_for
@@ -37,12 +37,6 @@ class BatchTransfer(Layer):
 
     A :class:`DevicePipeline` around each loader prepares batches ahead. If the user has overridden the transfer, or the
     strategy brings loaders of its own, each batch is preprocessed at its transfer instead.
-
-    Args:
-        trainer: A Trainer that is about to run.
-        engine: The engine. Its report says what happens to the batches.
-        transforms: The transforms of each batch. Without any, batches are only moved, if there is a device.
-        dtype: The dtype of images after the transforms.
     """
 
     name = "preprocess"
@@ -77,19 +71,17 @@ class BatchTransfer(Layer):
             record.is_on = True
             record.status = f"{self._preprocess.describe()}; {when or 'the next batches while one is in work'}"
 
-    @override
-    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage == "process_dataloader":
-            return self._piped(call(*args, **kwargs))
+    def around_batch_to_device(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
         if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
             owner = datamodule
         # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
-        with applied(MethodPatch("preprocess", "between hooks", owner, _TRANSFER, self._hooking)):
+        with applied(_Transfer(owner, self._preprocess, self._each_loaders)):
             return call(*args, **kwargs)
 
-    def _piped(self, loader: Any) -> Any:
+    def around_process_dataloader(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         """A pipeline around a loader; the loader itself if its batches have to pass through Lightning's hooks."""
+        loader = call(*args, **kwargs)
         if self._why_inline or (self._takes_loader and self._preprocess is None):
             return loader
         strategy = self._trainer.strategy
@@ -113,14 +105,6 @@ class BatchTransfer(Layer):
         for pipeline in list(self._pipelines):
             pipeline.close()
         give_loaders_back(self._trainer)
-
-    def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def transfer_batch_to_device(owner: Any, batch: Any, *args: Any) -> Any:
-            if self._preprocess is not None and self._preprocess.on_host:
-                return original(owner, self._each_loaders(batch), *args)
-            return self._each_loaders(original(owner, batch, *args))
-
-        return transfer_batch_to_device
 
     def _each_loaders(self, batch: Any) -> Any:
         """Preprocesses a batch. If several loaders have made it, each part is preprocessed as in a pipeline."""
@@ -151,6 +135,21 @@ class BatchTransfer(Layer):
             batch_idx=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             loader_idx=loader_idx,
         )
+
+
+class _Transfer(Layer):
+    """Preprocesses a batch between the user's hooks before and after its transfer."""
+
+    name = "preprocess"
+
+    def __init__(self, owner: Any, preprocess: Preprocess | None, preprocessed: Callable[[Any], Any]) -> None:
+        super().__init__([(owner, (_TRANSFER,))])
+        self._is_on_host, self._preprocessed = preprocess is not None and preprocess.on_host, preprocessed
+
+    def around_transfer_batch_to_device(self, call: Call, batch: Any, *args: Any) -> Any:
+        if self._is_on_host:
+            return call(self._preprocessed(batch), *args)
+        return self._preprocessed(call(batch, *args))
 
 
 def give_loaders_back(trainer: Trainer) -> None:

@@ -28,20 +28,10 @@ from lightning_accel.lightning.step_snapshot import Attempt
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that fallbacks change.
+    """The parts of a run that fallbacks change, and what they ask of it.
 
-    Attributes:
-        module: The module of the run.
-        engine: The engine at work on it.
-        precision: The precision plugin.
-        outputs: The layer that watches over what outlives a step.
-        memory: What the run does about a lack of memory.
-        is_in_force: Returns whether anything of ours acts on the next step.
-        revert: Takes a technique back for the rest of the run. It is given the name, the reason and the kind of the
-            verdict.
-        revert_option_on_trial: Takes the option back that was on trial in a step. It is given the error of the step,
-            and returns whether there was one.
-        end_trials: Ends all trials, since every edit is about to be taken back.
+    ``revert`` takes a technique back for the rest of the run, with a reason and the kind of the verdict;
+    ``revert_option_on_trial`` returns whether an option was on trial in the step that has raised this.
     """
 
     module: LightningModule
@@ -57,15 +47,7 @@ class RunParts:
 
 @dataclass
 class Failure:
-    """A step that has raised.
-
-    Attributes:
-        attempt: The step, with what is needed to take it back.
-        error: What it raised at last, without frames.
-        suspects: The techniques that the first error speaks of, the likeliest first.
-        lacks_memory: Whether it has run out of memory.
-        trains: Whether the step keeps activations for a backward pass.
-    """
+    """A step that has raised; ``trains`` says whether it keeps activations for a backward pass."""
 
     attempt: Attempt
     error: Exception

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_accel.callbacks._epoch_ends import turns_left
+from lightning_accel.callbacks._tuner_searches import Searches
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
@@ -20,7 +21,6 @@ from lightning_accel.engine import Engine
 from lightning_accel.experiment.store import DamagedError, Key
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.trainer_turns import TrainerTurns
-from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.comparison import Choices
@@ -37,17 +37,6 @@ _QUIET_BATCHES = 2  # after that, for caches to fill
 
 class LiveTuning:
     """Live trials of one fit. They begin after the techniques' own trials. Report, console and loggers show them.
-
-    Args:
-        trainer: In its fit.
-        engine: At work on its module.
-        own_arms: Gives those that no technique of the engine has.
-        resumed: What holds by the checkpoint that the run goes on from.
-        loggers: Those to be told.
-        switched: Called where a turn is to run otherwise than the one before; told whether it is to run plain.
-        settings: The plan, in words.
-        purse: What the run may pay for trials; None if its length alone decides.
-        program: The program that is trained, if its verdicts are known; None if they are to be looked up.
 
     Attributes:
         turns: What has to be told of batches and interruptions.

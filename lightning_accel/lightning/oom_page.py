@@ -22,15 +22,7 @@ _OF_OTHERS = (
 
 
 class OomPage:
-    """The page of one step that has run out of memory.
-
-    Args:
-        module: The module of the run.
-        engine: The engine at work on it.
-        split: What sends batches through the step in parts; None if that was not asked for.
-        put_on: The techniques that were put on because a step had run out of memory.
-        left: Those that could still be put on, or that a new run could have.
-    """
+    """The page of one step that has run out of memory."""
 
     def __init__(
         self,
@@ -46,17 +38,7 @@ class OomPage:
     def error(
         self, cause: Exception, within: str, asked: str, inventory: Inventory, batch: Any, why: str, *, may_split: bool
     ) -> StepMemoryError:
-        """The error that ends the run, with the page as its message.
-
-        Args:
-            cause: What torch, Python or NumPy raised.
-            within: The part of the step: ``"forward pass"``, ``"validation_step"``.
-            asked: Which module asked for memory, in words.
-            inventory: Who held how much.
-            batch: The batch of the step.
-            why: Why the step cannot run again; empty if that is not known.
-            may_split: Whether halves of the batch might have gone through the step, if that had been asked for.
-        """
+        """The error that ends the run, with the page as its message."""
         trainer = self._module.trainer
         is_training = within in _TRAINING
         is_split = self._split is not None and self._split.most is not None

@@ -14,6 +14,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_accel.assembly import NamedFallback, fallbacks_for
+from lightning_accel.callbacks._fit_timeline import timeline_of
+from lightning_accel.callbacks._tuner_searches import Searches
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.ranks import rank_zero_info
@@ -23,7 +25,6 @@ from lightning_accel.lightning.oom_page import OPTIMIZER, OomPage
 from lightning_accel.lightning.packages import LightningModule
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.step_snapshot import begins_gradients
-from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
 from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError
 from lightning_accel.memory.pressure import Pressure, Toll
@@ -40,18 +41,9 @@ class OomRecovery(Layer):
 
     As a layer it raises the page in place of the bare error. The retry layer asks it for what needs less memory.
 
-    Args:
-        module: The module of the run.
-        precision: The precision plugin of the run.
-        engine: The engine at work on the module.
-        context: What the techniques were made for.
-        is_on: Whether it puts anything on and writes pages. If not, errors stay as they are.
-        interrupt: Is called when the time of the step under way must not count.
-        split: Halves the batch when nothing else is left; None if that was not asked for.
-        leave: Is told of the page of a step that ends the run, before the page is raised.
-
     Attributes:
         put_on: The techniques that were put on, in their order. The batch in parts is not among them.
+        why: Why the step cannot run again, for the page.
     """
 
     name = "oom_report"
@@ -64,9 +56,9 @@ class OomRecovery(Layer):
         context: BuildContext,
         *,
         is_on: bool,
-        interrupt: Callable[[], None] = lambda: None,
-        split: SplitBatches | None = None,
-        leave: Callable[[StepMemoryError], None] = lambda page: None,
+        interrupt: Callable[[], None],
+        split: SplitBatches | None,
+        leave: Callable[[StepMemoryError], None],
     ) -> None:
         super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward", "optimizer_step"))])
         self.put_on: list[NamedFallback] = []
@@ -78,14 +70,12 @@ class OomRecovery(Layer):
         self._searches = Searches(module.trainer)
         self._left: list[NamedFallback] | None = None  # found when somebody first asks
         self._pressure = Pressure(context.device)
-        self._toll = Toll(context.device)
+        self._toll = Toll(context.device, timeline_of(module.trainer))
         self._said = ""  # about what was put on, until its cost is known
         self._failed: tuple[str, Inventory] | None = None  # who asked, and who held what, when memory last ran out
         self._answered: list[str] = []  # the names of what was put on in the step under way
         self._batch: Any = None
-        self._why = ""
-
-    # -- before and after a step -----------------------------------------------------------------------------------
+        self.why = ""
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +108,7 @@ class OomRecovery(Layer):
     def close(self) -> None:
         """Says what is known of the cost when the run ends."""
         self._tell_toll()
+        self._toll.close()
         self._batch = self._failed = None
 
     # -- a step has run out ----------------------------------------------------------------------------------------
@@ -137,22 +128,18 @@ class OomRecovery(Layer):
         while self._left:
             if self._can_be_had(self._left.pop(0)):
                 return True
-        self._why = f"nothing is left that would need less memory and change no number{self._not_tried()}"
+        self.why = f"nothing is left that would need less memory and change no number{self._not_tried()}"
         if self._split is None:
             return False
         why = self._split.halve(self._batch[0])
         if why:
-            self._why += f", and {why}"
+            self.why += f", and {why}"
             return False
         self._answered.append(SPLIT)
         return True
 
     def put_on_again(self, put_on: Sequence[tuple[str, Any]]) -> None:
-        """Puts on what an earlier part of the run has had.
-
-        Args:
-            put_on: Pairs of a technique and its settings, as in :attr:`written`.
-        """
+        """Puts on what an earlier part of the run has had."""
         for named in self._not_yet() if put_on else ():
             if (named.name, named.settings) in [(name, settings) for name, settings in put_on]:
                 self._can_be_had(named)
@@ -209,18 +196,10 @@ class OomRecovery(Layer):
             warnings.warn(line, AccelWarning, stacklevel=2)
         self._answered, self._failed = [], None
 
-    def because(self, why: str) -> None:
-        """Takes the reason why the step cannot run again, for the page."""
-        self._why = why
-
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception, within: str) -> None:
         """Raises the page in place of a lack of memory.
-
-        Args:
-            error: What a part of a step has raised. If it is no lack of memory, nothing happens.
-            within: The part: ``"forward pass"``, ``"validation_step"``.
 
         Raises:
             StepMemoryError: The page.
@@ -239,7 +218,7 @@ class OomRecovery(Layer):
             assert self._failed is not None, "that was noted"
             page = OomPage(self._module, self._engine, self._split, self.put_on, self._not_yet())
             may_split = self._may_split(within)
-            ending = page.error(error, within, *self._failed, self._batch, self._why, may_split=may_split)
+            ending = page.error(error, within, *self._failed, self._batch, self.why, may_split=may_split)
         except Exception as wrong:
             self._engine.report.note(f"the page on a lack of memory could not be written: {one_line(wrong)}")
             return None
@@ -296,10 +275,7 @@ class OomRecovery(Layer):
         self._engine.withdraw(named.name, why)
 
     def _tell_toll(self) -> None:
-        known = self._toll.known()
-        if known is None:
-            return
-        before, after, ratio = known
+        before, after, ratio = self._toll.known() or (0, None, None)
         costs = [] if after is None else [f"peak {format_bytes(before)} or more → {format_bytes(after)}"]
         costs += [] if ratio is None else [f"step {ratio:.2f}x"]
         if costs:

@@ -16,12 +16,9 @@ import copyreg
 import functools
 import sys
 from abc import ABC, ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from typing_extensions import override
@@ -123,7 +120,7 @@ class Package:
 
     def is_imported(self, part: str) -> bool:
         """Whether the program has imported this part of it, ``"pytorch"`` or ``"fabric"``, to the end."""
-        return hasattr(sys.modules.get(getattr(self, part)), _AT_THE_END[part])
+        return hasattr(sys.modules.get(getattr(self, part)), LAST_NAMES[part])
 
     def has(self, kind: type) -> bool:
         """Whether a class is one of Lightning's own, by this name."""
@@ -136,7 +133,7 @@ class Package:
 
 
 PACKAGES = Package("lightning.pytorch", "lightning.fabric"), Package("pytorch_lightning", "lightning_fabric")
-_AT_THE_END = {"pytorch": "Trainer", "fabric": "Fabric"}  # what is there when the part is
+LAST_NAMES = {"pytorch": "Trainer", "fabric": "Fabric"}  # what is there when the part is
 _in_their_order: dict[str, list[Package]] = {"pytorch": [], "fabric": []}
 
 
@@ -296,49 +293,3 @@ def _pickled(kind: _InEitherPackage) -> Any:
 
 
 copyreg.pickle(_InEitherPackage, _pickled)
-
-
-# -- imports to come -----------------------------------------------------------------------------------------------
-
-
-def at_import(told: Callable[[Package], None]) -> None:
-    """Calls ``told`` with every package: now where the program has imported it, else when it has."""
-    for package in imported():
-        told(package)
-    missing = {getattr(one, part): (one, part) for one in PACKAGES for part in _AT_THE_END if not one.is_imported(part)}
-    if missing and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AtImport(missing, told))
-
-
-class _AtImport(MetaPathFinder):
-    """Finds a package as the other finders do, to hear of it when it is there."""
-
-    def __init__(self, missing: dict[str, tuple[Package, str]], told: Callable[[Package], None]) -> None:
-        self._missing = missing
-        self._told = told
-
-    @override
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self._missing:
-            return None
-        package, part = self._missing[fullname]
-        others = (one for one in sys.meta_path if one is not self and hasattr(one, "find_spec"))
-        spec = next((found for one in others if (found := one.find_spec(fullname, path, target))), None)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # it is as it was
-                execute(module)
-                self._missing.pop(fullname, None)
-                if not self._missing and self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                imported(part)
-                if part == "pytorch":
-                    self._told(package)
-
-            loader.exec_module = exec_module
-        return spec

@@ -8,42 +8,27 @@ ours stands around a step.
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_accel.callbacks._epoch_ends import turns_left
-from lightning_accel.core.clocks import HostClock
-from lightning_accel.core.compiled import is_compiled
+from lightning_accel.callbacks._tuner_searches import Searches
 from lightning_accel.core.host import Host
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.open_purse import NOTICED_S
-from lightning_accel.core.purse import SHARE, TRIALS, Purse
+from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.core.step_timeline import StepTimeline, StepTimes
-from lightning_accel.core.torch_private.compilation import compiling_ms
-from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.store import Key
-from lightning_accel.lightning.autocast_precision import nested
-from lightning_accel.lightning.live_trials import program_of
-from lightning_accel.lightning.met_programs import PROGRAMS, Met, signature_of
+from lightning_accel.lightning.met_programs import FitProgram
 from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Trainer
+from lightning_accel.lightning.plain_steps import PlainSteps
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.start_rules import is_rehearsal
-from lightning_accel.lightning.tuner_searches import Searches
 from lightning_accel.settings import Plan
 from lightning_accel.tuning import verdict_cache
-from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
-from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Known
 
 PLAIN_STEPS = 3
 """The least number of steps that are timed. The first one fills caches and does not count."""
@@ -56,19 +41,7 @@ _WAIT, _WAIT_STEPS = 0.1, 300  # a share of the run; steps
 
 
 class PlainStart:
-    """Decides when a fit that began plain is accelerated, and whether at all.
-
-    Args:
-        module: The module that is about to be fitted.
-        host: The machine.
-        plan: The settings.
-        kept: What earlier runs have left.
-        purse: The purse of the run.
-        make_run: Makes the run that puts the plan to work.
-        start: Starts that run. It is given the techniques that are left out, each with the reason, and the program.
-        stay_plain: Is told the reason if the whole run stays as the user wrote it.
-        wins_untried: Whether something may win that needs no trial of its own: a precision of our choice.
-    """
+    """Decides when a fit that began plain is accelerated, and whether at all."""
 
     def __init__(
         self,
@@ -88,28 +61,13 @@ class PlainStart:
         self._trainer: Trainer = module.trainer
         self._searches = Searches(self._trainer)
         self._run: Run | None = None
-        self._program: Key | None = None
-        self._known: Known | None = None
-        self._signature: Any = None
-        self._timeline = StepTimeline(HostClock(), self._took)
-        self._is_charged = False  # the step under way, to the purse
-        self._paid = 0.0  # for trials, when it began
-        self._ended: Any = None  # when the step under way did, by its optimizer or its backward pass
-        self._cycles = 0  # steps that were timed
-        self._met_tuning: Tuning | None = None
-        self._held = ""  # by the module before its first step, which changes it: in words
-        self._first: list[Tensor] = []  # the first batch, without its data
-        self._compiling_ms = compiling_ms()
+        self._program = FitProgram(module, host, plan, kept)
+        self.steps = PlainSteps(self._trainer, purse)
         self._is_short = ""  # too short for trials, and why
         self._is_open = False  # the program and its sites were looked at
         self._wins_untried = wins_untried
         self._owed_s = 0.0  # what it takes to try the techniques that were left out
         self.is_over = False
-
-    @property
-    def trains(self) -> bool:
-        """Whether the next batch that comes to the device is one to train on."""
-        return self._trainer.training
 
     @property
     def is_by_hand(self) -> bool:
@@ -120,27 +78,15 @@ class PlainStart:
         """Takes over a run that was made earlier, since memory may run out."""
         self._run = run
 
-    def interrupt(self) -> None:
-        """Ends the step under way, since something else than training goes on: that time is not the step's."""
-        if self._timeline.is_open:
-            self._timeline.step_ended(at=self._ended)
-        self._ended = None
-
-    def stepped(self) -> None:
-        """Notes the end of an optimizer's step. The time after it may be somebody else's."""
-        self._ended = self._timeline.clock.mark()
-
-    def around(self, step: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """The context of a plain step. With manual optimization, a step also computes outside of optimizer calls."""
-        if not self.is_by_hand:
-            return step
-        return self if isinstance(step, contextlib.nullcontext) else nested(self, step)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
+    @contextlib.contextmanager
+    def around(self, step: AbstractContextManager[None]) -> Iterator[None]:
+        """The context of a plain step with manual optimization, which also computes outside of optimizer calls."""
+        try:
+            with step:
+                yield
+        except Exception as error:
             self.raised(error)
+            raise
 
     def raised(self, error: Exception) -> None:
         """Raises a :class:`StepMemoryError` in place of an error for lack of memory; else does nothing."""
@@ -151,44 +97,32 @@ class PlainStart:
         if self._run is not None:
             self._run.memory.end(error, "forward pass")
 
-    def _took(self, step: StepTimes) -> None:
-        if self._run is not None and self._run.is_started:
-            self._follow(self._run, step.step_ms / 1e3)
-            return
-        self._cycles += 1
-        if self._cycles > 1:  # the first one fills caches
-            self._purse.step_took(step.step_ms / 1e3)
-
     def batch(self, batch: Any) -> None:
-        """Is told of every batch to train on, before its step."""
+        """Is told of every batch before its step; those to train on count."""
+        if not self._trainer.training:
+            return
         if self.is_over:
             self._purse.done += 1
             return
         if self._searches.are_running():
-            self._timeline.restart()
             return
-        if self._timeline.is_open:
-            self._timeline.step_ended()
+        self.steps.batch_comes()
         self._purse.steps_a_turn = max(1, self._trainer.accumulate_grad_batches)
         if self._purse.done == 0:
             self._meet(batch)
+        was_plain = self.steps.are_plain
         # Edits come between two steps of the optimizer, as switches do.
         begins_turn = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._purse.steps_a_turn == 0
         if begins_turn and not self.is_over:
-            if self._run is not None and self._run.is_started:
+            if not self.steps.are_plain and self._run is not None:
                 self._try_the_rest(self._run)
-            elif self._cycles >= PLAIN_STEPS or self._is_known():
+            elif self.steps.count >= PLAIN_STEPS or self._program.is_decided:
                 self._consider()
         self._purse.done += 1
-        self._timeline.step_began()
-
-    def _follow(self, run: Run, took: float) -> None:
-        """Charges the purse with the extra time of a step that was not plain and was no turn of live trials."""
-        paid, self._paid = self._purse.spent_s[TRIALS] - self._paid, self._purse.spent_s[TRIALS]
-        if self._is_charged and self._purse.step_s is not None:  # beside what trials have paid themselves
-            self._purse.pay(TRIALS, max(0.0, took - self._purse.step_s - paid))
-            self._paid = self._purse.spent_s[TRIALS]
-        self._is_charged = run.live is not None and run.live.turns.trials is None
+        if not self.is_over:
+            live = None if self._run is None else self._run.live
+            is_first = was_plain and not self.steps.are_plain
+            self.steps.begin(are_charged=is_first or (live is not None and live.turns.trials is None))
 
     def _meet(self, batch: Any) -> None:
         """Finds out, before the first step, how long the run is and what this process knows of the program."""
@@ -205,63 +139,36 @@ class PlainStart:
             self._end(self._is_short)
             return
         with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
-            tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
-            self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
-            self._signature = signature_of(self._module, self._plan)
-            met = PROGRAMS.get(self._signature)
-            if met is not None and not self._kept.put_on and self._is_known_to_be_short(met):
+            met = self._program.meet(batch)
+            if met is not None and not self._kept.put_on and self._program.is_too_short(met, self._purse.steps):
                 self._purse.step_took(met.step_s)
                 self._end(self._is_short or f"the run is too short: {turns:.0f} steps")
             elif (met is not None and met.held[0]) or self._may_be_known(turns):
-                self._held = described(self._module)
+                self._program.describe()
         if self.is_over:
             return
-        met = PROGRAMS.get(self._signature)
-        if met is not None and met.held == self._whole:
+        if (met := self._program.met()) is not None:
             self._purse.step_took(met.step_s)
-            self._met_tuning = met.tuning and replace(copy.deepcopy(met.tuning), is_earlier=True)
-            if not self._ends_with_nothing(turns) and self._purse.can_pay(met.opening_s):
-                self._cycles = PLAIN_STEPS
-        else:
-            self._ends_with_nothing(turns)
+        if not self._ends_with_nothing(turns) and met is not None and self._purse.can_pay(met.opening_s):
+            self.steps.count = PLAIN_STEPS
 
     def _may_be_known(self, turns: float) -> bool:
         """Whether a description of the program is of use: to find its earlier verdicts, or to keep them."""
         return turns > PLAIN_STEPS and (not self._is_short or any(verdict_cache.VERDICTS.paths()))
 
-    def _is_known_to_be_short(self, met: Met) -> bool:
-        """Whether the run can never pay for a look, even if its steps take twice as long as expected."""
-        _, batch = self._whole
-        now, then = (sum(shape.numel() for shape, _ in shapes) for shapes in (batch, met.held[1]))
-        larger: float = max(1.0, now / max(1, then))
-        return 2 * larger * SHARE * self._purse.steps * met.step_s < (met.opening_s or self._opening_s)
-
-    @property
-    def _whole(self) -> tuple[str, Any]:
-        return self._held, tuple((tensor.shape, tensor.dtype) for tensor in self._first)
-
-    def _tuning(self) -> Tuning | None:
-        """What an earlier run has settled for this module, this program, or one that looks like it."""
-        of_program = None if self._known is None else self._known.tuning
-        return self._kept.tuning or of_program or self._met_tuning
-
     def _ends_with_nothing(self, turns: float) -> bool:
-        tuning = self._tuning()
+        tuning = self._program.tuning
         if tuning is None or self._kept.put_on or not tuning.is_nothing_for(turns):
             return False
         self._end("no option was measurably faster in an earlier run")
         return True
-
-    def _is_known(self) -> bool:
-        """Whether an earlier run of the module, or the checkpoint that this one goes on from, has decided."""
-        return self._kept.tuning is not None or bool(self._kept.decisions or self._kept.put_on)
 
     def _consider(self) -> None:
         purse = self._purse
         if self._owed_s and not self._can_try_the_rest():
             return
         if not self._is_open:
-            opening_s = self._opening_s
+            opening_s = self._program.opening_s
             if not (self._kept.put_on or purse.can_pay(opening_s)):
                 is_sure = purse.done >= _SURE_STEPS  # how long a step takes
                 if is_sure and purse.step_s is not None and purse.total_s < opening_s:
@@ -279,12 +186,11 @@ class PlainStart:
         purse = self._purse
         with purse.paying("setting up"):
             self._say(run, left_out)
-            self._start(run, left_out, self._program)
+            self._start(run, left_out, self._program.program)
             if run.live is not None:
-                run.live.recall(self._known, self._met_tuning)
-        self._is_charged = True
-        if self._signature is not None and purse.step_s is not None:
-            PROGRAMS[self._signature] = Met(self._whole, purse.step_s, purse.spent_s["setting up"], self._tuning())
+                run.live.recall(self._program.known, self._program.earlier)
+        self.steps.are_plain = False
+        self._program.remember(purse.step_s, purse.spent_s["setting up"])
 
     def _try_the_rest(self, run: Run) -> None:
         """Starts again with the techniques that were too expensive at first, once faster steps have saved as much."""
@@ -292,46 +198,33 @@ class PlainStart:
         if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
             return
         left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
-        if self._owed_s + self._opening_s > _WORTH * left_s:
+        if self._owed_s + self._program.opening_s > _WORTH * left_s:
             return
         run.close()
-        self._kept.tuning, self._known, self._met_tuning = None, None, settled
+        self._program.restart(settled)
         self._run = self._make_run()
         left_out = self._left_out(self._run)
         self._go_to_work(self._run, left_out or {})
 
     def _can_try_the_rest(self) -> bool:
-        can_pay = self._purse.can_pay(self._owed_s + self._opening_s)
+        can_pay = self._purse.can_pay(self._owed_s + self._program.opening_s)
         return can_pay and turns_left(self._trainer) >= MIN_TURNS  # else nobody could judge it
 
     def goes_on(self) -> bool:
         """Returns whether the run waits until it can pay for the rest, after nothing has won so far."""
-        can_ever = self._owed_s + self._opening_s <= self._purse.to_come_s
+        can_ever = self._owed_s + self._program.opening_s <= self._purse.to_come_s
         if not (self._wins_untried and self._owed_s and can_ever):
             return False
         self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
+        self.steps.are_plain = True
         return True
-
-    @functools.cached_property
-    def _opening_s(self) -> float:
-        """Estimated seconds to put the plan to work, with the longer first steps after it, by the number of modules.
-
-        It leaves the trials of techniques out. Compiled modules are compiled once more, for another number format.
-        """
-        modules = list(self._module.modules())
-        is_first = not any(met.opening_s for met in PROGRAMS.values())  # what a process imports once
-        compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
-        return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
 
     def _open(self) -> bool:
         """Looks at the program and its sites. Returns whether there may be something to win."""
         purse = self._purse
         with purse.paying("setting up"):
-            if self._program is None and not self._is_known():
-                if self._held:
-                    self._program = program_of(self._trainer, self._first, self._host, repr(self._plan), self._held)
-                self._known = None if self._program is None else verdict_cache.recall(self._program)
-            turns, tuning = turns_left(self._trainer), self._tuning()
+            self._program.recall()
+            turns, tuning = turns_left(self._trainer), self._program.tuning
             if self._ends_with_nothing(turns):
                 return False
             is_proven = tuning is not None and tuning.is_proven
@@ -342,8 +235,8 @@ class PlainStart:
                 return False
             if self._run is None:
                 self._run = self._make_run()
-            if self._known is not None:
-                self._run.engine.decisions.update(self._known.decisions)
+            if self._program.known is not None:
+                self._run.engine.decisions.update(self._program.known.decisions)
         self._is_open = True
         return True
 
@@ -378,14 +271,16 @@ class PlainStart:
             rank_zero_info(f"lightning-accel: trying {', '.join(tried)} on this step, about {took}")
 
     def _end(self, reason: str) -> None:
-        self.is_over = True
+        self._stop()
         self._stay_plain(reason)
 
+    def _stop(self) -> None:
+        self.is_over = True
+        self.steps.close()
+
     def close(self) -> None:
-        """Keeps what live trials have settled and what a step took, for the next fit of this program."""
-        met, step_s = PROGRAMS.get(self._signature), self._purse.step_s
-        if met is None and self._signature is not None and step_s is not None:
-            PROGRAMS[self._signature] = Met(self._whole, step_s)
-        if met is not None and self._run is not None and self._run.live is not None:
-            met.tuning = copy.deepcopy(self._run.live.settled) or met.tuning
-        self._run, self.is_over = None, True
+        """Ends it, and keeps what the next fit of this program can use."""
+        live = None if self._run is None else self._run.live
+        self._program.end(self._purse.step_s, None if live is None else live.settled)
+        self._run = None
+        self._stop()

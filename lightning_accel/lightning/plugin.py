@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -20,16 +19,22 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
-from lightning_accel.core.report import Report
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.added_logger import AddedLogger
-from lightning_accel.lightning.autocast_precision import AutocastPrecision, nested
+from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.packages import LightningModule, Trainer, TrainerFn
 from lightning_accel.lightning.plain_start import PlainStart
-from lightning_accel.lightning.plugin_base import PluginBase, Reports
-from lightning_accel.lightning.run import Run, may_lack_memory
+from lightning_accel.lightning.plugin_base import Reports
+from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
-from lightning_accel.lightning.start_rules import asks_by_name, begins_plain
+from lightning_accel.lightning.start_rules import (
+    asks_by_name,
+    begins_plain,
+    may_lack_memory,
+    own_format,
+    plain_report,
+)
+from lightning_accel.lightning.trainer_plugin import TrainerPlugin
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
@@ -44,7 +49,7 @@ _WHERE_REFUSED = (
 )
 
 
-class AccelPlugin(PluginBase, AutocastPrecision):
+class AccelPlugin(TrainerPlugin, AutocastPrecision):
     """Makes a Lightning run faster and smaller: ``Trainer(plugins=[AccelPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, which can be set from YAML, too. The module is edited
@@ -68,9 +73,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         self.purse: Purse | None = None
         self._asks_by_name = asks_by_name(self.plan)
         self._planned = {name: not self.plan.is_off(name) for name in declarations()}
-        self._run: Run | None = None
         self._plain_start: PlainStart | None = None
-        self._added_logger: AddedLogger | None = None
         self._aside = PatchSet()
         self._kept = RunState()
         self._reports = Reports()
@@ -102,7 +105,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         precision, reason = resolve_precision(self.plan.precision, host)
         if trainer.world_size > 1:
             check_devices(host, precision)
-        if self.plan.precision == "auto" and (own := _own_format(module)):
+        if self.plan.precision == "auto" and (own := own_format(module)):
             precision, reason = "32-true", f"the model has {own} of its own"
         self._kept.be_of(module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -117,7 +120,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
             start(make_run())
             return module
         self.set_precision("32-true" if self.plan.precision == "auto" else precision)
-        self._reports.begin(_plain_report(host, self.plan, self.precision, self._planned), is_fitting=is_fitting)
+        self._reports.begin(plain_report(host, self.plan, self.precision, self._planned), is_fitting=is_fitting)
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
@@ -220,7 +223,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._plain_start is not None and self._plain_start.trains:
+        if self._plain_start is not None:
             self._plain_start.batch(data)
         live = None if self._run is None else self._run.live
         if live is not None and live.turns.expects_batch:
@@ -231,39 +234,26 @@ class AccelPlugin(PluginBase, AutocastPrecision):
 
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        step = self._step("train")
+        step = super().train_step_context()
         return step if self.scaler is None else self._scaled_step(step)
 
     @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         self._interrupt()
-        return self._step("validate")
+        return super().val_step_context()
 
     @override
-    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self._step("test")
-
-    @override
-    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self._step("predict")
-
     def _interrupt(self) -> None:
-        """Tells all who time steps that what comes next is none of training."""
         if self._plain_start is not None:
-            self._plain_start.interrupt()
-        if self._run is not None:
-            self._run.interrupt()
-        if self._added_logger is not None:
-            self._added_logger.logger.interrupt()
+            self._plain_start.steps.interrupt()
+        super()._interrupt()
 
+    @override
     def _step(self, stage: str) -> AbstractContextManager[None]:
-        forward = self.forward_context()
-        if self._run is None:
-            beginning = self._plain_start if stage == "train" else None
-            return forward if beginning is None else beginning.around(forward)
-        # The validation that checks sanity before a fit must not decide for training.
-        step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
-        return step if isinstance(forward, nullcontext) else nested(forward, step)
+        beginning = self._plain_start if stage == "train" and self._run is None else None
+        if beginning is not None and beginning.is_by_hand:
+            return beginning.around(self.forward_context())
+        return super()._step(stage)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -280,7 +270,7 @@ class AccelPlugin(PluginBase, AutocastPrecision):
                 self._plain_start.raised(error)
             raise
         if self._plain_start is not None and not self._plain_start.is_over:
-            self._plain_start.stepped()
+            self._plain_start.steps.stepped()
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -318,13 +308,8 @@ class AccelPlugin(PluginBase, AutocastPrecision):
     def teardown(self) -> None:
         super().teardown()
         self._end_beginning()
-        if self._added_logger is not None:
-            self._added_logger.close()
-            self._added_logger = None
-        if self._run is not None:
-            self._run.close()
-            self._memory_schedule = self.memory_schedule
-            self._run = None
+        self._memory_schedule = self.memory_schedule
+        self._end_run()
         self._aside.undo()
         self._aside = PatchSet()
 
@@ -342,24 +327,4 @@ class AccelPlugin(PluginBase, AutocastPrecision):
         return format(repr(self), format_spec) + _WHERE_REFUSED
 
 
-_OF_A_PLAIN_STEP = ("convert_input", "train_step_context", "pre_backward", "clip_gradients")
-_WAITS = "waiting for plain steps that tell what it may cost"
-
-
-def _plain_report(host: Host, plan: Plan, precision: str, planned: Mapping[str, bool]) -> Report:
-    """The report of a run that begins as the user wrote it."""
-    report = Report(planned, device=host.described)
-    for name, is_planned in planned.items():
-        if is_planned:
-            report.of(name).change("waiting", _WAITS)
-    if plan.precision != "auto":
-        report.of("precision").change("decided", f"{precision}: as asked", is_on=precision != "32-true")
-    return report
-
-
-def _own_format(module: nn.Module) -> str:
-    """The first parameter or buffer in 16 bits, which leave none for us to choose; empty without one."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            return f"{name} in {str(tensor.dtype).removeprefix('torch.')}"
-    return ""
+_OF_A_PLAIN_STEP = "convert_input", "train_step_context", "pre_backward", "clip_gradients"

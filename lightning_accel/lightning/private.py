@@ -5,27 +5,22 @@ Where no version is named, every Lightning 2 has the name.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.lightning.packages import (
-    Callback,
     ClusterEnvironment,
     CombinedLoader,
     DDPStrategy,
     LayerSync,
     LightningModule,
     ModelParallelStrategy,
-    PassThroughProfiler,
     Precision,
     Strategy,
     Trainer,
-    own,
 )
 from lightning_accel.step.layers import Call, Layer
 
@@ -110,82 +105,7 @@ def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
     return getattr(connector, "cluster_environment", None)
 
 
-# -- actions -------------------------------------------------------------------------------------------------------
-
-
-def hook_action(owner: LightningModule | Callback, hook: str) -> str:
-    """The name by which Lightning tells its profiler of a hook."""
-    if isinstance(owner, Callback):
-        return f"[Callback]{owner.state_key}.{hook}"
-    return f"[LightningModule]{type(owner).__name__}.{hook}"
-
-
-class ActionPatch(Patch):
-    """Has ``began`` and ``ended`` called around every one of these actions of Lightning's.
-
-    Lightning has no hook there, and tells its profiler, by the names of actions.
-    Without the names: nothing is told. Saving a checkpoint then counts as part of the step, and hooks see weights in
-    channels_last. All who ask are told by one edit: a profiler is called some sixty times in a step.
-    """
-
-    def __init__(
-        self, trainer: Trainer, actions: Collection[str], began: Callable[[], Any], ended: Callable[[], Any]
-    ) -> None:
-        super().__init__(f"told of {min(actions, default='nothing')}", "told of actions")
-        self._profiler = cast(Any, trainer).profiler  # which Lightning sets where mypy does not look
-        self._told = frozenset(actions), began, ended
-
-    @override
-    def _apply(self) -> None:
-        told = _TOLD_OF_ACTIONS.get(self._profiler)
-        if told is None:
-            wanted: set[str] = set()
-            told = _TOLD_OF_ACTIONS[self._profiler] = PatchSet(self._telling(wanted)), [], wanted
-            told[0].apply()
-        told[1].append(self._told)
-        told[2].update(self._told[0])
-
-    @override
-    def _undo(self) -> None:
-        patches, told, _ = _TOLD_OF_ACTIONS.get(self._profiler, _NOBODY)
-        if self._told in told:
-            told.remove(self._told)
-        if not told:
-            patches.undo()
-            _TOLD_OF_ACTIONS.pop(self._profiler, None)
-
-    def _telling(self, wanted: set[str]) -> Iterator[Patch]:
-        all_told, passes = _TOLD_OF_ACTIONS, own(self._profiler, PassThroughProfiler)
-
-        def told_before(original: Callable[..., Any]) -> Callable[..., Any]:
-            profiles = original is not passes.start  # which does nothing: that much need not be called
-
-            def start(profiler: Any, action_name: str) -> None:
-                if action_name in wanted:
-                    for actions, began, _ in list(all_told.get(profiler, _NOBODY)[1]):  # of a copy of it, nobody
-                        if action_name in actions:
-                            began()
-                if profiles:
-                    original(profiler, action_name)
-
-            return start
-
-        def told_after(original: Callable[..., Any]) -> Callable[..., Any]:
-            profiles = original is not passes.stop
-
-            def stop(profiler: Any, action_name: str) -> None:
-                if profiles:
-                    original(profiler, action_name)
-                if action_name in wanted:
-                    for actions, _, ended in list(all_told.get(profiler, _NOBODY)[1]):
-                        if action_name in actions:
-                            ended()
-
-            return stop
-
-        for name, wrap in {"start": told_before, "stop": told_after}.items():
-            yield MethodPatch(name, "told of actions", self._profiler, name, wrap)
-
+# -- fetches -------------------------------------------------------------------------------------------------------
 
 _BEFORE_FETCH, _AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"
 
@@ -193,8 +113,8 @@ _BEFORE_FETCH, _AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"
 class FetchPatch(Layer):
     """Calls ``began`` and ``ended`` around every fetch from the train dataloader.
 
-    It stands around the methods that the loop calls there. A profiler's actions are sixty a step: too many for one of
-    milliseconds. Without the names nothing is told, and the wait for a batch counts as part of the gaps between steps.
+    It stands around the methods that the loop calls there. Without the names nothing is told, and the wait for a batch
+    counts as part of the gaps between steps.
 
     Attributes:
         hears: Whether the names are there.
@@ -209,13 +129,13 @@ class FetchPatch(Layer):
         super().__init__([(epochs, [name for name in (_BEFORE_FETCH, _AFTER_FETCH) if hasattr(epochs, name)])])
         self._began, self._ended = began, ended
 
-    @override
-    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage == _BEFORE_FETCH:
-            self._began()
-        call(*args, **kwargs)
-        if stage == _AFTER_FETCH:
-            self._ended()
+    def around_on_before_fetch(self, call: Call) -> None:
+        self._began()
+        call()
+
+    def around_on_after_fetch(self, call: Call) -> None:
+        call()
+        self._ended()
 
     @override
     def _apply(self) -> None:
@@ -233,11 +153,6 @@ class FetchPatch(Layer):
         for held, name in (("_start_profiler", _BEFORE_FETCH), ("_stop_profiler", _AFTER_FETCH)):
             if hasattr(epochs, name) and getattr(getattr(fetcher, held, None), "__self__", None) is epochs:
                 setattr(fetcher, held, getattr(epochs, name))
-
-
-_Told = tuple[PatchSet, list[Any], set[str]]  # the edit, who is told, and of which actions
-_NOBODY: _Told = PatchSet(), [], set()
-_TOLD_OF_ACTIONS: weakref.WeakKeyDictionary[Any, _Told] = weakref.WeakKeyDictionary()
 
 
 # -- command line --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lightning_accel.assembly import build_context
@@ -15,9 +14,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.ranks import gather
 from lightning_accel.core.states import VerdictKind
-from lightning_accel.engine import Engine
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.batch_transfer import BatchTransfer
@@ -25,12 +22,13 @@ from lightning_accel.lightning.fallbacks import RunParts
 from lightning_accel.lightning.live_trials import LiveTuning, set_choices
 from lightning_accel.lightning.oom_recovery import OomRecovery
 from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Trainer, TrainerFn
+from lightning_accel.lightning.run_engine import engine_of
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.split_batches import SplitBatches
+from lightning_accel.lightning.start_rules import may_lack_memory
 from lightning_accel.lightning.step_outputs import StepOutputs
 from lightning_accel.lightning.step_retry import StepRetry
 from lightning_accel.lightning.technique_layers import BatchLayer, LoaderLayer
-from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.step.layers import Layer, StepPipeline
@@ -38,22 +36,12 @@ from lightning_accel.technique_run import Decisions
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
-from lightning_accel.techniques.registry import declarations
 
 _LOOK = 0.01  # the share of a turn that a look before every switch may take
 
 
 class Run:
     """A plan at work on the module of a Trainer.
-
-    Args:
-        module: The module to fit or to evaluate.
-        host: The machine.
-        plan: The settings.
-        precision: The precision plugin.
-        kept: What earlier runs have left.
-        purse: What a fit that began plain may pay for trials; None if trials may take any time.
-        loggers: Returns the loggers that are told what live trials have settled.
 
     Attributes:
         engine: The engine. It acts on the module once the run is started.
@@ -80,7 +68,7 @@ class Run:
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.is_started = False
         self._context = build_context(plan, module, host, device=trainer.strategy.root_device)
-        self.engine = self._make_engine(host)
+        self.engine = engine_of(module, host, plan, self._context, kept, purse)
         self._is_answering = plan.out_of_memory != "off"
         # FSDP's ranks gather parameters within a step, which none can repeat alone.
         self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
@@ -105,32 +93,6 @@ class Run:
         self.pipeline = StepPipeline()
         self._switches, self._look_s = 0, 0.0  # what the latest look for what outlives a step took
 
-    def _make_engine(self, host: Host) -> Engine:
-        trainer, kept = self._module.trainer, self._kept
-        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-        # Training keeps the ranks in step. In evaluation each rank has its own number of batches, perhaps none. There,
-        # ranks depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
-        steps_with_others = trainer.world_size > 1 and (self.is_fitting or is_sharded)
-        engine = Engine(
-            self._module,
-            host,
-            self._context.techniques,
-            names=list(declarations()),
-            strict=self._plan.strict,
-            agree=trainer.strategy.broadcast if steps_with_others else None,
-            gather=gather if steps_with_others else None,
-            is_sharded=is_sharded,
-            # A trial without gradients proves nothing for a fit. A trial in a fit holds for evaluation, too.
-            decisions=kept.decisions if self.is_fitting else kept.decisions_without_gradients | kept.decisions,
-            purse=self._purse,
-            begins=False,
-        )
-        if self.is_fitting:
-            kept.decisions = engine.decisions
-        else:
-            kept.decisions_without_gradients = engine.decisions
-        return engine
-
     @property
     def trainer(self) -> Trainer:
         """The Trainer of the run."""
@@ -149,12 +111,7 @@ class Run:
             self.pipeline.add(*self._guards())
 
     def start(self, left_out: Mapping[str, str] | None = None, program: Key | None = None) -> None:
-        """Puts the parts to work. If it raises, :meth:`close` undoes what it has done.
-
-        Args:
-            left_out: The techniques that the run cannot pay for, each with the reason.
-            program: The program that the module belongs to; None if nobody has found that out.
-        """
+        """Puts the parts to work. If it raises, :meth:`close` undoes what it has done."""
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
         techniques, wants_pipeline = self._context.techniques, getattr(trainer.strategy, "wants_pipeline", False)
         self.is_started = True
@@ -265,12 +222,7 @@ class Run:
         return self.engine.has_edits or self._precision.is_ours
 
     def _switched(self, is_plain: bool) -> None:
-        """Is told, between two steps, that the next one runs in another way than the last one.
-
-        Args:
-            is_plain: Whether the next step runs as the user wrote it. Then the pipeline stands aside. Else the gain
-                would be measured against a plain step that is slower than the user's.
-        """
+        """Is told, between two steps, that the next one runs in another way than the last one."""
         if self._outputs is not None and self._may_look():
             began = seconds()
             self._outputs.mend()
@@ -319,8 +271,3 @@ class Run:
     def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         self.restore_layouts(checkpoint := {"state_dict": state_dict})
         return checkpoint["state_dict"]
-
-
-def may_lack_memory(device: torch.device) -> bool:
-    """Whether a step that fits plain is to be answered where it does not: a machine's own memory is the kernel's."""
-    return device.type != "cpu" or has_limit_of_its_own()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.report import Report
@@ -32,12 +31,6 @@ NAME = "out_of_memory"
 
 class SplitBatches(Layer):
     """Splits the training batches of one run, from the moment when :meth:`halve` or :meth:`begin` is called.
-
-    Args:
-        module: The module of the run.
-        precision: The precision plugin of the run.
-        report: The report, which says what is split and which batches are not.
-        scaled: Returns what a backward pass starts from, given the loss.
 
     Attributes:
         most: The largest number of samples in a part; None if batches are not split.
@@ -117,14 +110,14 @@ class SplitBatches(Layer):
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    @override
-    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage == "backward":
-            # It begins at the last part. The gradients of the earlier parts have to be there by then.
-            earlier, self._earlier = self._earlier, []
-            for parameter, gradient in earlier:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            return call(*args, **kwargs)
+    def around_backward(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        # It begins at the last part. The gradients of the earlier parts have to be there by then.
+        earlier, self._earlier = self._earlier, []
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return call(*args, **kwargs)
+
+    def around_training_step(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         self._earlier = []
         parts: Sequence[tuple[Any, int]] = ()
         if self.most is not None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_accel.core.patch import MethodPatch
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import logged_results
+from lightning_accel.step.layers import Call, Layer
 
 
-class SplitLogs:
-    """Around the parts of one step: means, of the step as of the epoch, are over its samples, not over its parts.
+class SplitLogs(Layer):
+    """Around the parts of one step: means, of the step as of the epoch, are over its samples, not over its parts."""
 
-    Args:
-        trainer: In its training loop.
-    """
+    name = "split"
 
     def __init__(self, trainer: Trainer) -> None:
         self._results: Any = logged_results(trainer)
+        super().__init__([] if self._results is None else [(self._results, ("update_metrics",))])
         self._share = 1.0
         self._values: dict[str, tuple[Tensor, float]] = {}  # of the step so far: weighted sum, sum of weights
         self._part: dict[str, Tensor] = {}  # of the part under way
@@ -29,8 +27,7 @@ class SplitLogs:
     def __enter__(self) -> Self:
         if self._results is not None:
             self._shown = self._results.batch, self._results.batch_size
-            self._patch = MethodPatch("logs", "of parts", self._results, "update_metrics", self._noting)
-            self._patch.apply()
+            self.apply()
         return self
 
     def begin_part(self, part: Any, share: float) -> None:
@@ -44,21 +41,18 @@ class SplitLogs:
         if self._results is None:
             return
         self._end_part()
-        self._patch.undo()
+        self.undo()
         self._results.batch, self._results.batch_size = self._shown
         if kind is None:
             for key, (total, weight) in self._values.items():
                 # With no samples: the step's value becomes this one, and the epoch's stays as it is.
                 self._results.update_metrics(key, total / weight, 0)
 
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_metrics(results: Any, key: str, value: Any, batch_size: int) -> None:
-            original(results, key, value, batch_size)
-            metric = results[key]
-            if metric.is_tensor and metric.meta.on_step and metric.meta.is_mean_reduction:
-                self._part[key] = value.detach()
-
-        return update_metrics
+    def around_update_metrics(self, call: Call, key: str, value: Any, batch_size: int) -> None:
+        call(key, value, batch_size)
+        metric = self._results[key]
+        if metric.is_tensor and metric.meta.on_step and metric.meta.is_mean_reduction:
+            self._part[key] = value.detach()
 
     def _end_part(self) -> None:
         for key, value in self._part.items():

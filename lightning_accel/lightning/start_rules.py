@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from lightning_accel.core.host import Host
+from lightning_accel.core.report import Report
 from lightning_accel.lightning.batch_transfer import takes_loader
 from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, Trainer, TrainerFn
 from lightning_accel.lightning.run_state import RunState
+from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
 SHORT_ON_RANKS = 100
 """Optimizer steps: a run of several ranks that has fewer is accelerated only if the user asks for it by name."""
+
+_WAITS = "waiting for plain steps that tell what it may cost"
 
 
 def asks_by_name(plan: Plan) -> bool:
@@ -55,3 +61,27 @@ def _is_short_on_every_rank(trainer: Trainer) -> bool:
     turns = epochs * -(-limit // accumulated) if isinstance(limit, int) and epochs != -1 else math.inf
     turns = turns if trainer.max_steps == -1 else min(turns, trainer.max_steps)
     return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS
+
+
+def plain_report(host: Host, plan: Plan, precision: str, planned: Mapping[str, bool]) -> Report:
+    """The report of a run that begins as the user wrote it."""
+    report = Report(planned, device=host.described)
+    for name, is_planned in planned.items():
+        if is_planned:
+            report.of(name).change("waiting", _WAITS)
+    if plan.precision != "auto":
+        report.of("precision").change("decided", f"{precision}: as asked", is_on=precision != "32-true")
+    return report
+
+
+def own_format(module: nn.Module) -> str:
+    """The first parameter or buffer in 16 bits, which leave none for us to choose; empty without one."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            return f"{name} in {str(tensor.dtype).removeprefix('torch.')}"
+    return ""
+
+
+def may_lack_memory(device: torch.device) -> bool:
+    """Whether a step that fits plain is to be answered where it does not: a machine's own memory is the kernel's."""
+    return device.type != "cpu" or has_limit_of_its_own()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,7 @@ from lightning_accel.core.states import VerdictKind
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, is_lightnings, own
-from lightning_accel.lightning.private import ActionPatch, hook_action
+from lightning_accel.lightning.packages import Callback, LightningModule, is_lightnings, own
 from lightning_accel.step.layers import STEPS, Call, Layer
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -65,15 +63,6 @@ class StepOutputs(Layer):
     If a training step leaves a tensor in another form, the technique that made it ends: live trials may switch a number
     format or a layout between two steps only if nobody can tell the steps apart. What a step of evaluation leaves is
     converted to the plain form after every such step.
-
-    Args:
-        module: The module of the run.
-        engine: The engine at work on it.
-        precision: The precision plugin of the run.
-        can_repeat: Returns whether the step under way can run again. It does, if this layer raises an
-            :class:`EditError`.
-        revert: Takes a technique back for the rest of the run. It is given the name, the reason and the
-            kind of the verdict.
     """
 
     name = "outputs"
@@ -93,7 +82,6 @@ class StepOutputs(Layer):
         self._steps: Counter[str] = Counter()  # of each kind that were in another form
         self._mended: set[str] = set()  # kinds of steps of evaluation after each of which is looked
         self._looked_at: _Form | None = None  # in which the step under way was, if it was looked at
-        self._shown: list[AbstractContextManager[Any]] = []  # of the user's hooks under way
         self._leaving: dict[str, str] = {}  # what is to go before the next step, and why
         self._draws: LayoutDraws | None = None  # of the backward pass under way
         self._was_laid_out = False  # a step, by us
@@ -101,14 +89,11 @@ class StepOutputs(Layer):
         self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
 
         # The user's hooks are shown weights in their own layout.
-        hooks = users_hooks(module.trainer, module) if self._memory_format is not None else ()
-        companions = [ActionPatch(module.trainer, hooks, self._hook_begins, self._hook_ends)] if hooks else []
+        companions = [_HooksLayer(module, self._memory_format)] if self._memory_format is not None else []
         super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward",))], companions)
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage == "backward":
-            return self._backward(call, *args, **kwargs)
         if self._own is None:
             self._find_own()
         while self._leaving:
@@ -135,15 +120,7 @@ class StepOutputs(Layer):
                 raise EditError(technique, reason)
         return outputs
 
-    def _hook_begins(self) -> None:
-        assert self._memory_format is not None, "without it nobody is told"
-        self._shown.append(self._memory_format.shown())
-        self._shown[-1].__enter__()
-
-    def _hook_ends(self) -> None:
-        self._shown.pop().__exit__(None, None, None)
-
-    def _backward(self, call: Call, *args: Any, **kwargs: Any) -> None:
+    def around_backward(self, call: Call, *args: Any, **kwargs: Any) -> None:
         """Looks for what hooks on the backward pass keep if the forward pass was looked at, and for what they draw.
 
         A gradient has the layout of its weight in memory, and so has the noise that is added to it.
@@ -159,11 +136,7 @@ class StepOutputs(Layer):
             self._leaving |= self._brought_to_plain(self._looked_at)
 
     def has_drawn(self, *, laid_out: bool = False) -> bool:
-        """Whether the backward pass under way has drawn random numbers while a layout may be on.
-
-        Args:
-            laid_out: Whether the layout must have been on in this very step.
-        """
+        """Whether the backward pass under way has drawn random numbers while a layout may be on."""
         if self._draws is None or (laid_out and not (self._memory_format and self._memory_format.acts())):
             return False
         self._draws.has_drawn |= self._draws.have_moved()
@@ -248,21 +221,36 @@ class StepOutputs(Layer):
         return found
 
 
+class _HooksLayer(Layer):
+    """Shows the user's hooks, of the module and of callbacks, the weights in the user's own layout."""
+
+    name = "outputs"
+
+    def __init__(self, module: LightningModule, memory_format: MemoryFormat) -> None:
+        self._memory_format = memory_format
+        super().__init__(users_hooks(module))
+
+    @override
+    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        with self._memory_format.shown():
+            return call(*args, **kwargs)
+
+
 _MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a module, beside those named on_...
 
 
-def users_hooks(trainer: Trainer, module: LightningModule) -> set[str]:
-    """The hooks that the user has written, of the module and of callbacks, by the names of their actions."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    its_base: Any = own(module, LightningModule)
-    base: Any = own(trainer, Callback)
-    # Where the user's own code runs beside steps. Not where it calls a step, as `optimizer_step` does.
-    its_hooks = [*(name for name in dir(its_base) if name.startswith("on_")), *_MORE_HOOKS]
-    owners = [(module, its_base, its_hooks), *((callback, base, dir(base)) for callback in callbacks)]
-    return {
-        hook_action(owner, name)
-        for owner, base, hooks in owners
-        if not (is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel."))
-        for name in hooks
-        if getattr(type(owner), name, None) is not getattr(base, name, None) or name in vars(owner)
-    }
+def users_hooks(module: LightningModule) -> Iterator[tuple[LightningModule | Callback, list[str]]]:
+    """The module and the callbacks, each with the names of the hooks that the user has written.
+
+    In these the user's own code runs beside steps. In ``optimizer_step`` and its like it calls a step.
+    """
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    for owner, base in [(module, own(module, LightningModule)), *((one, own(module, Callback)) for one in callbacks)]:
+        if not (is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel.")):
+            hooks = [name for name in dir(base) if name.startswith("on_") or name in _MORE_HOOKS]
+            yield owner, [name for name in hooks if _is_overridden(owner, base, name)]
+
+
+def _is_overridden(owner: LightningModule | Callback, base: Any, name: str) -> bool:
+    is_own = name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name, None)
+    return is_own and callable(getattr(owner, name))

@@ -32,10 +32,6 @@ class StepRetry(Layer):
 
     A step cannot run again if an optimizer has stepped in it, if its gradients were added to older ones, or if it reads
     its loader itself. Its exception then goes through as it is.
-
-    Args:
-        parts: The parts of the run that the fallbacks change.
-        strategy: The strategy of the run.
     """
 
     name = "retry"
@@ -53,12 +49,6 @@ class StepRetry(Layer):
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage == "backward":
-            # Without an attempt, nothing of ours is in force. With manual optimization, it is a part of the step.
-            is_part = self._attempt is None or not self._module.automatic_optimization
-            return call(*args, **kwargs) if is_part else self._backward(call, *args, **kwargs)
-        if stage == "optimizer_step":
-            return self._optimizer_step(call, *args, **kwargs)
         trains = stage == "training_step"
         self._attempt = None
         if not (self._parts.is_in_force() or (trains and self._parts.memory.may_run_out((args, kwargs)))):
@@ -101,9 +91,13 @@ class StepRetry(Layer):
         self._attempt = attempt  # the backward pass may still raise
         return outputs
 
-    def _backward(self, call: Call, loss: Any, *args: Any, **kwargs: Any) -> None:
+    def around_backward(self, call: Call, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs a backward pass; if it raises, the step and it run again."""
+        if self._attempt is None or not self._module.automatic_optimization:
+            # Without an attempt, nothing of ours is in force. With manual optimization, it is a part of the step.
+            call(loss, *args, **kwargs)
+            return
         attempt, self._attempt = self._attempt, None
-        assert attempt is not None, "around() has asked"
         precision, trainer = self._parts.precision, self._module.trainer
         try:
             call(loss, *args, **kwargs)
@@ -127,7 +121,7 @@ class StepRetry(Layer):
 
         self._run_again(failure, again)
 
-    def _optimizer_step(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def around_optimizer_step(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Runs an optimizer's step: within it Lightning calls the step of the module, and the backward pass.
 
         If the optimizer raises after these, and has written to no parameter, all three run again.
@@ -163,7 +157,7 @@ class StepRetry(Layer):
         if not self._module.automatic_optimization or self._is_one_of_several:
             return False
         if not begins_gradients(self._module.trainer):
-            self._parts.memory.because("its gradients were added to those of earlier batches and cannot be told apart")
+            self._parts.memory.why = "its gradients were added to those of earlier batches and cannot be told apart"
             return False
         return True
 
@@ -178,10 +172,6 @@ class StepRetry(Layer):
 
     def _run_again(self, failure: Failure, run: Call) -> Any:
         """Runs a failed step again, after one fallback after the other.
-
-        Args:
-            failure: What the step raised.
-            run: Takes a function that runs the step, calls it, and goes on as far as the step had come.
 
         Raises:
             Exception: What the step raised at last, if no fallback is left.

@@ -22,15 +22,7 @@ _MOST_BYTES = 1 << 28  # of parameters, of which a trial's step copies up to thr
 
 
 class Attempt:
-    """A step under way, its arguments, and a snapshot of what it may change.
-
-    Args:
-        step: The step of a strategy.
-        given: Its arguments: (args, kwargs).
-        module: The module of the run.
-        state: Takes the small snapshots that every step can pay for. None in a step in which a trial runs: then
-            everything is kept, and what the step trains where the memory is enough.
-    """
+    """A step under way, its arguments, and a snapshot of what it may change."""
 
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
         self.step, self.given = step, given

@@ -16,13 +16,7 @@ from lightning_accel.techniques.base import LoaderTerms
 
 
 class BatchLayer(Layer):
-    """Gives each batch to the techniques, and each checkpoint the layouts that the user's own weights have.
-
-    Args:
-        trainer: The Trainer of the run.
-        engine: The engine with the techniques.
-        with_own_layouts: Returns the state dict of a module in the user's own layouts, given the present one.
-    """
+    """Gives each batch to the techniques, and each checkpoint the layouts that the user's own weights have."""
 
     name = "techniques"
 
@@ -34,23 +28,17 @@ class BatchLayer(Layer):
         self._engine, self._with_own_layouts = engine, with_own_layouts
         self._is_xla = trainer.strategy.root_device.type == "xla"
 
-    @override
-    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if stage != "batch_to_device":
-            return self._with_own_layouts(call(*args, **kwargs))
+    def around_lightning_module_state_dict(self, call: Call) -> Any:
+        return self._with_own_layouts(call())
+
+    def around_batch_to_device(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         if self._is_xla:  # on the device, XLA would compile it with the step, for each shape that the batch had before
             return call(self._engine.batch(args[0]), *args[1:], **kwargs)
         return self._engine.batch(call(*args, **kwargs))
 
 
 class LoaderLayer(Layer):
-    """Gives the loader of a training to the techniques, once the Trainer has prepared it.
-
-    Args:
-        trainer: A Trainer that is about to fit.
-        engine: The engine with the techniques.
-        is_piped: Whether a pipeline brings the batches to the device.
-    """
+    """Gives the loader of a training to the techniques, once the Trainer has prepared it."""
 
     name = "techniques"
 
@@ -63,8 +51,7 @@ class LoaderLayer(Layer):
         super()._undo()
         give_loaders_back(self._trainer)
 
-    @override
-    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def around_process_dataloader(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         loader, trainer = call(*args, **kwargs), self._trainer
         if not trainer.training:
             return loader

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_accel.core.clocks import clock_for
-from lightning_accel.core.patch import MethodPatch, Patch
+from typing_extensions import override
+
+from lightning_accel.callbacks._fit_timeline import timeline_of
+from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.turns import Turns
 from lightning_accel.lightning.packages import Trainer
-from lightning_accel.lightning.private import ActionPatch, FetchPatch, hook_action
+from lightning_accel.lightning.private import FetchPatch
+from lightning_accel.step.layers import Call, Layer
 from lightning_accel.tuning.trials import LiveTrials
 
 _REPEATS = 3  # of a turn that does not count
@@ -23,37 +26,20 @@ class TrainerTurns(Turns[LiveTrials]):
     batch comes to the device in the layout that its step wants. What comes after a turn's last step, an epoch's end or
     a validation, belongs to no turn.
 
-    Args:
-        trainer: In its fit.
-        make_trials: Makes the trials for a batch to train on; returns None if it is not time yet.
-
     Attributes:
         expects_batch: Whether the next batch is one to train on; a fit validates, too.
     """
 
     def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
-        super().__init__()
-        self.expects_batch = False
+        super().__init__(timeline_of(trainer))
+        self.expects_batch = self._was_skipped = False
         self._trainer, self._make_trials = trainer, make_trials
         self._steps = 0  # of the optimizer, when the turn under way began
 
     def patches(self) -> Iterator[Patch]:
-        """The edits that tell of each fetch, of the end of each step, and of checkpoints within a step."""
-        trainer = self._trainer
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-
-        def completed(original: Callable[..., Any]) -> Callable[..., Any]:
-            def increment_completed(caller: Any) -> None:
-                if caller is progress:  # and no copy of it
-                    self.step_ends()
-                original(caller)
-
-            return increment_completed
-
-        yield FetchPatch(trainer, self._fetch_begins, self._fetch_ends)
-        yield MethodPatch("batch_progress", "tells of a step's end", progress, "increment_completed", completed)
-        if checkpoints := [hook_action(one, "on_train_batch_end") for one in trainer.checkpoint_callbacks]:
-            yield ActionPatch(trainer, checkpoints, self.pause, self.go_on)
+        """The layers that tell of each fetch, of the end of each step, and of checkpoints within a step."""
+        yield FetchPatch(self._trainer, self._fetch_begins, self._fetch_ends)
+        yield _StepEnds(self._trainer, self)
 
     def batch(self, batch: Any) -> None:
         """Tells which batch the turn under way is about to train on."""
@@ -62,20 +48,49 @@ class TrainerTurns(Turns[LiveTrials]):
         if self.are_taken:
             elements = sum(tensor.numel() for tensor in tensors_in(batch))
             self.step_begins(elements, ends_epoch=trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+            self._turn.is_interrupted |= self._was_skipped
+            self._was_skipped = False
         elif self.trials is None and (trials := self._make_trials(batch)) is not None:
             # They begin once the optimizer has stepped next. Ranks may not agree on what counts.
-            self.start(trials, clock_for(trainer.strategy.root_device), repeats=_REPEATS * (trainer.world_size == 1))
+            self.start(trials, repeats=_REPEATS * (trainer.world_size == 1))
             self._steps = trainer.global_step
 
     def _fetch_begins(self) -> None:
         if not self.are_taken:
             return
-        if self._timeline.is_open:  # `on_train_batch_start` has skipped the step, and the rest of the epoch
-            self.interrupt()
-            self.step_ends()
+        if self._timeline.labels.pop(self, None) is not None:
+            # `on_train_batch_start` has skipped the step and the rest of the epoch, which the next one's time may have.
+            self._turn.is_interrupted = self._was_skipped = True
+            self._turn.untimed -= 1
         if self._trainer.global_step != self._steps:
             self._steps = self._trainer.global_step
             self.next_turn()
 
     def _fetch_ends(self) -> None:
         self.expects_batch = self.trials is None or self.are_taken
+
+
+class _StepEnds(Layer):
+    """Ends the steps of turns with ``on_train_batch_end``, and leaves the time of checkpoints out of them."""
+
+    name = "timeline"
+
+    def __init__(self, trainer: Trainer, turns: Turns[LiveTrials]) -> None:
+        checkpoints = [(one, ("on_train_batch_end",)) for one in trainer.checkpoint_callbacks]
+        super().__init__([(trainer.fit_loop.epoch_loop.batch_progress, ("increment_completed",)), *checkpoints])
+        self._turns, self._timeline = turns, timeline_of(trainer)
+
+    def around_increment_completed(self, call: Call) -> None:
+        if self._turns.trials is not None:
+            self._turns.step_ends()
+        call()
+
+    def around_on_train_batch_end(self, call: Call, *args: Any) -> None:
+        self._timeline.mark_aside()
+        call(*args)
+        self._timeline.mark_aside()
+
+    @override
+    def _undo(self) -> None:
+        super()._undo()
+        self._turns.stop()

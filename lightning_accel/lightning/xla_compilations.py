@@ -52,11 +52,6 @@ class Compilations(Layer):
     XLA compiles a program when a step first runs with operations or shapes that no step had before. What was compiled
     since a step began belongs to that step. Nothing is read from the device.
 
-    Args:
-        strategy: The strategy of the run.
-        report: The report, which says what was compiled and how to have less of it.
-        cache: Where programs are kept, in words.
-
     Attributes:
         is_recording: Whether a training step was recorded since the latest end of one.
     """

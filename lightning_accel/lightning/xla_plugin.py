@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,11 +14,11 @@ from lightning_accel.core import xla
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.store import xla_folder
 from lightning_accel.lightning.added_logger import AddedLogger
-from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.packages import LightningModule, XLAPrecision, own
-from lightning_accel.lightning.plugin_base import PluginBase, Reports
+from lightning_accel.lightning.plugin_base import Reports
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
+from lightning_accel.lightning.trainer_plugin import TrainerPlugin
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.mixed_precision import Autocast, resolve_precision
@@ -30,7 +30,7 @@ _NO_ANSWERS = (
 )
 
 
-class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
+class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
     """What there is to gain under XLA: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
 
     It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does; what XLA does itself, and what
@@ -61,8 +61,6 @@ class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
             raise ModuleNotFoundError(f"AccelXLAPlugin: {why}.")
         own(self, XLAPrecision).__init__(self, "32-true")
         Autocast.__init__(self, "32-true", "xla", is_chosen=False)
-        self._run: Run | None = None
-        self._added_logger: AddedLogger | None = None
         self._compilations: Compilations | None = None
         self._reports = Reports()
 
@@ -111,28 +109,9 @@ class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
     # -- a step ------------------------------------------------------------------------------------------------
 
     @override
-    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self._step("train")
-
-    @override
-    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return _ended(self._step("validate"))
-
-    @override
-    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return _ended(self._step("test"))
-
-    @override
-    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return _ended(self._step("predict"))
-
     def _step(self, stage: str) -> AbstractContextManager[None]:
-        forward = self.forward_context()
-        if self._run is None:
-            return forward
-        # The validation that checks sanity before a fit must not decide for training.
-        step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
-        return step if isinstance(forward, nullcontext) else nested(forward, step)
+        step = super()._step(stage)
+        return step if stage == "train" else _ended(step)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -145,10 +124,7 @@ class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._run.interrupt()
-        if self._added_logger is not None:
-            self._added_logger.logger.interrupt()
+        self._interrupt()
 
     # -- a run ends --------------------------------------------------------------------------------------------
 
@@ -158,12 +134,7 @@ class AccelXLAPlugin(PluginBase, Autocast, XLAPrecision):
             self._compilations.undo()
             self._compilations.close()
             self._compilations = None
-        if self._added_logger is not None:
-            self._added_logger.close()
-            self._added_logger = None
-        if self._run is not None:
-            self._run.close()
-            self._run = None
+        self._end_run()
 
     @override
     def __getstate__(self) -> dict[str, Any]:

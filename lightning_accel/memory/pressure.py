@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.core.step_timeline import StepTimeline
+from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
 from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
 
 _TIGHT = 0.7
@@ -60,17 +59,21 @@ def _elements(given: Any) -> int:
 class Toll:
     """What an answer to a lack of a device's memory costs: peaks and times of the steps before and after it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: StepTimeline) -> None:
         self._peak = PeakMemory(device)
-        self._times = times = deque[float](maxlen=_LATEST)
-        self._timeline = StepTimeline(HostClock(), lambda step: times.append(step.cycle_ms / 1e3))
+        self._times = deque[float](maxlen=_LATEST)
+        self._timeline, self._listens = timeline, False
         self._before_s: float | None = None
         self._before_bytes = 0
         self._left: int | None = None  # steps until the toll is known; None if nobody asks
 
     def step_begins(self) -> bool:
         """Ends the step before; returns whether the toll has become known."""
-        self._timeline.steps_ended(1)
+        if not self._listens:
+            self._listens = True
+            self._timeline.listeners.append(self._took)
+        if self._timeline.claim(self, Driver.MEMORY):
+            self._timeline.steps_ended(1)
         if self._left is None:
             return False
         self._left -= 1
@@ -82,6 +85,15 @@ class Toll:
     def interrupt(self) -> None:
         """Tells that the time until the next step is not a step's."""
         self._timeline.pause()
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._listens = False
+        self._timeline.forget(self._took)
+        self._timeline.release(self)
+
+    def _took(self, step: StepTimes) -> None:
+        self._times.append(step.cycle_ms / 1e3)
 
     def ask(self, before_bytes: int) -> None:
         """Begins to find out what comes after an answer, of which the step needed ``before_bytes`` at least."""

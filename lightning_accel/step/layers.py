@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import types
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
@@ -41,6 +40,9 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class Layer(Patch):
     """One thing that is done around methods of Lightning's objects. It has its place in :data:`ORDER`.
 
+    A class has a method ``around_<method>(call, *args, **kwargs)`` for each of Lightning's that needs its own, without
+    the underscore that begins some of Lightning's names. All others pass :meth:`around`.
+
     Attributes:
         name: The place in :data:`ORDER`.
         stands: Whether it is called; if not, it stands aside.
@@ -60,7 +62,6 @@ class Layer(Patch):
         self.stands = True
         self.chains: list[_Chain] = []
 
-    @abstractmethod
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Calls a method, and does what the layer is for before, after or instead.
 
@@ -73,6 +74,7 @@ class Layer(Patch):
         Returns:
             What the method returns.
         """
+        raise NotImplementedError(f"{type(self).__name__} has nothing to do around {stage}")
 
     @override
     def _apply(self) -> None:
@@ -128,7 +130,9 @@ class _Chain:
         self.call = self._original
         for layer in reversed(self.layers):
             if layer.stands:
-                self.call = functools.partial(layer.around, self.method, self.call)
+                own = getattr(layer, f"around_{self.method.lstrip('_')}", None)
+                around = own or functools.partial(layer.around, self.method)
+                self.call = functools.partial(around, self.call)
 
 
 def _chain_of(owner: Any, method: str) -> _Chain | None:
@@ -143,22 +147,14 @@ def _chain_of(owner: Any, method: str) -> _Chain | None:
 
 
 class StepPipeline:
-    """The layers that one run has around its steps. They stand, or stand aside, together.
-
-    Args:
-        layers: In any order; :data:`ORDER` decides.
-    """
+    """The layers that one run has around its steps, in :data:`ORDER`. They stand, or stand aside, together."""
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         self._layers: list[Layer] = []
         self.add(*layers)
 
     def add(self, *layers: Layer) -> None:
-        """Puts layers around their methods. If one cannot be put there, those before it stay.
-
-        Args:
-            layers: New ones.
-        """
+        """Puts layers around their methods. If one cannot be put there, those before it stay."""
         for layer in layers:
             layer.apply()
             self._layers.append(layer)

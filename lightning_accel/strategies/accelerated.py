@@ -65,7 +65,8 @@ class Accelerated(Strategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        # The first thing that a Trainer does with its strategy.
+        # The first thing that a Trainer does with its strategy. A program with both packages may have made it before,
+        # for either; the Trainer keeps the very object, and Python finds methods by its class alone.
         self.__class__ = in_order_of(package_of(accelerator) or in_use(), type(self))
         cast(Any, own(self, Strategy).accelerator).fset(self, accelerator)
 
@@ -172,7 +173,7 @@ def _precision_of_trainer() -> Any:
     """The ``precision=`` of the Trainer that is being made; None: none was given, or no Trainer is being made.
 
     By a look into its frame. A strategy is handed the plugin that Lightning made of it, where ``"32-true"`` and nothing
-    look alike: one is a wish, the other leaves the choice to us. Neither Trainer nor strategy has the argument itself.
+    look alike: one is a wish, the other leaves the choice to us. Lightning keeps no trace of it; a test looks.
     """
     of_trainer = [inspect.unwrap(kind.__init__).__code__ for kind in classes(Trainer)]
     frame = sys._getframe(1)

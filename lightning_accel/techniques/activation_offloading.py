@@ -176,7 +176,7 @@ class DepthSearch:
         self._left_to_warm_up = WARM_UP_STEPS
         self._ms = ms = {depth: list[float]() for depth in DEPTHS}  # of each step
         self._steps = dict.fromkeys(DEPTHS, 0)  # how many there were, also of those whose time is not known yet
-        self._timeline = StepTimeline(clock_for(device), lambda step: ms[step.label].append(step.cycle_ms))
+        self._timeline = StepTimeline(clock_for(device), lambda step: ms[step.labels[self]].append(step.cycle_ms))
         self._schedule, self._is_over = Schedule(), False
 
     def describe(self) -> str:
@@ -192,7 +192,8 @@ class DepthSearch:
         if self._left_to_warm_up > 0:
             self._left_to_warm_up -= 1
             return
-        self._steps[self.depth] += self._timeline.steps_ended(1, label=self.depth)
+        self._timeline.labels[self] = self.depth
+        self._steps[self.depth] += self._timeline.steps_ended(1)
         if min(map(len, self._ms.values())) >= ROUNDS:
             self.depth = fastest(self._ms)
             self._is_over = True

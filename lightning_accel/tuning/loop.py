@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_accel.core.clocks import clock_for
+from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.engine import Engine
 from lightning_accel.experiment.turns import Turns
 from lightning_accel.tuning.comparison import Choices
@@ -18,10 +19,10 @@ class LoopTuning:
     """Has the arms of an engine take turns on the ``steps`` of a loop, or about as many."""
 
     def __init__(self, engine: Engine, device: torch.device, steps: int) -> None:
-        self._engine, self._device, self._steps_left = engine, device, steps
+        self._engine, self._steps_left = engine, steps
         self._quiet_steps = 0
         self._is_closed = False
-        self._turns: Turns[LiveTrials] = Turns()
+        self._turns: Turns[LiveTrials] = Turns(StepTimeline(clock_for(device)))
 
     @property
     def tuning(self) -> Tuning | None:
@@ -38,7 +39,7 @@ class LoopTuning:
             return
         turns = self._turns
         if turns.trials is None:
-            turns.start(self._trials(), clock_for(self._device))
+            turns.start(self._trials())
         turns.step_ends()
         turns.next_turn()
         self._is_closed = not turns.are_taken

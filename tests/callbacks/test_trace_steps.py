@@ -79,7 +79,7 @@ class SetClock(HostClock):
 def slow_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes steps take 10 ms, and some of them 31."""
     clock = SetClock()
-    monkeypatch.setattr("lightning_accel.callbacks._fit_traces.clock_for", lambda device: clock)
+    monkeypatch.setattr("lightning_accel.callbacks._fit_timeline.clock_for", lambda device: clock)
 
     def hook(*steps: int) -> Any:
         def takes(module: Any, batch_idx: int) -> None:

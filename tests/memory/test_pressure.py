@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_accel.core.clocks import HostClock
+from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.memory.pressure import Pressure, Toll
 
 CPU = torch.device("cpu")
@@ -38,7 +40,7 @@ def test_the_toll_is_known_after_some_steps_and_told_once(monkeypatch: pytest.Mo
     """A clock of the test's own: a step takes one second before, two after."""
     now = [0.0]
     monkeypatch.setattr("lightning_accel.core.clocks.perf_counter_ns", lambda: round(1e9 * now[0]))
-    toll = Toll(CPU)
+    toll = Toll(CPU, StepTimeline(HostClock()))
 
     def step(seconds: float) -> bool:
         is_known = toll.step_begins()
@@ -58,7 +60,7 @@ def test_the_toll_is_known_after_some_steps_and_told_once(monkeypatch: pytest.Mo
 
 
 def test_of_a_run_that_ends_at_once_no_toll_is_known() -> None:
-    toll = Toll(CPU)
+    toll = Toll(CPU, StepTimeline(HostClock()))
     toll.ask(1 << 30)
     toll.step_begins()
     assert toll.known() == (1 << 30, None, None)

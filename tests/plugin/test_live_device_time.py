@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.callbacks import _fit_timeline as fit_timeline
 from lightning_accel.core.clocks import EventClock
-from lightning_accel.lightning import trainer_turns
 from lightning_accel.tuning import loop
 from support.live_runs import SimulatedTime, Speed, Timed, fit, simulated
 from support.simulated_device import SimulatedDevice
@@ -35,7 +35,7 @@ class QueuedTime(SimulatedTime):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    for module in (trainer_turns, loop):
+    for module in (fit_timeline, loop):
         monkeypatch.setattr(module, "clock_for", lambda of: EventClock(device.new_event))
     return device
 

@@ -25,7 +25,7 @@ from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
-from lightning_accel.lightning import plain_start
+from lightning_accel.lightning import met_programs, plain_start
 from lightning_accel.lightning import plugin as plugin_module
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.techniques.base import Traits
@@ -66,7 +66,7 @@ class There(Speed):
 
 @pytest.fixture(autouse=True)
 def _new_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_start, "PROGRAMS", {})
+    monkeypatch.setattr(met_programs, "PROGRAMS", {})
     monkeypatch.setattr(Speed, "from_settings", classmethod(lambda cls, *_: There()))
 
 
@@ -442,7 +442,7 @@ def test_one_that_is_twice_as_long_looks_again() -> None:
 @pytest.mark.parametrize("size", [4, 5], ids=["the same", "other batches"])
 def test_the_next_of_fits_that_are_too_short_is_not_looked_at(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Any] = []
-    monkeypatch.setattr(plain_start, "described", lambda module: looked_at.append(module) or "")
+    monkeypatch.setattr(met_programs, "described", lambda module: looked_at.append(module) or "")
     for batch_size in (4, size):
         with begun(2.0) as time:
             fit(Beginner(time), loader=batches(70, batch_size))
@@ -453,7 +453,7 @@ def test_one_that_is_too_short_to_be_judged_is_not_described_where_nothing_is_ke
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked_at: list[Any] = []
-    monkeypatch.setattr(plain_start, "described", lambda module: looked_at.append(module) or "")
+    monkeypatch.setattr(met_programs, "described", lambda module: looked_at.append(module) or "")
     with begun(2.0) as time:
         fit(Beginner(time), 20)
     assert not looked_at
@@ -469,7 +469,7 @@ def test_a_fit_of_much_larger_batches_is_not_taken_to_be_as_short() -> None:
 
 def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in (1_000, 250, 250):
-        monkeypatch.setattr(plain_start, "PROGRAMS", {})  # as another process has it
+        monkeypatch.setattr(met_programs, "PROGRAMS", {})  # as another process has it
         with begun(2.0) as time:
             model = Beginner(time)
             fit(model, steps)
@@ -518,7 +518,7 @@ def test_a_test_after_a_fit_in_which_nothing_was_faster_is_plain() -> None:
 def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with begun(2.0) as time:
         fit(Beginner(time), 1_000)
-    monkeypatch.setattr(plain_start, "PROGRAMS", {})  # as another process has it
+    monkeypatch.setattr(met_programs, "PROGRAMS", {})  # as another process has it
     with begun(2.0) as time:  # which the model holds
         model = Beginner(time)
         fit(model, 250)

@@ -42,6 +42,18 @@ def test_a_plugin_is_brought_when_none_is_given(strategy: str) -> None:
     assert plugin.plan.precision == "auto"
 
 
+def test_lightning_keeps_no_trace_of_whether_32_true_was_asked_for() -> None:
+    """If it comes to keep one, the look into the frame of the Trainer can go."""
+
+    def traces(**options: Any) -> dict[str, Any]:
+        trainer: Any = Trainer(**QUIET, **options)
+        owners = trainer, trainer._accelerator_connector, trainer.strategy, trainer.precision_plugin
+        told = {f"{type(one).__name__}.{name}": value for one in owners for name, value in vars(one).items()}
+        return {name: value for name, value in told.items() if isinstance(value, str | int | float | None)}
+
+    assert traces(precision="32-true") == traces()
+
+
 @pytest.mark.parametrize("strategy", [AccelStrategy, AccelDDPStrategy, AccelFSDPStrategy])
 def test_a_strategy_that_was_made_by_hand_brings_it_too(strategy: type) -> None:
     assert isinstance(plugin_of(strategy=strategy()), AccelPlugin)

@@ -8,19 +8,15 @@ from lightning_accel.lightning.packages import BatchSizeFinder, LearningRateFind
 
 
 class Searches:
-    """Notices a search that runs the loop within the run. It puts all callbacks, and itself, aside meanwhile.
-
-    Args:
-        trainer: At the start of its run, when the callbacks are all there.
-    """
+    """Notices a search that runs the loop within the run. It puts all callbacks, and itself, aside meanwhile."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._searches = [one for one in _callbacks(trainer) if isinstance(one, (LearningRateFinder, BatchSizeFinder))]
+        self.found = [one for one in _callbacks(trainer) if isinstance(one, (LearningRateFinder, BatchSizeFinder))]
 
     def are_running(self) -> bool:
         """Whether a search runs now."""
-        return bool(self._searches) and any(search not in _callbacks(self._trainer) for search in self._searches)
+        return bool(self.found) and any(search not in _callbacks(self._trainer) for search in self.found)
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:

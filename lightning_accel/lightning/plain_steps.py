@@ -1,0 +1,84 @@
+"""The steps of a fit that began plain: what they take as the user wrote them, and what they take longer later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_accel.callbacks._fit_timeline import timeline_of
+from lightning_accel.core.purse import TRIALS, Purse
+from lightning_accel.core.step_timeline import Driver, StepTimes
+from lightning_accel.lightning.packages import Trainer
+
+
+@dataclass
+class _Payments:
+    """Seconds that the purse had paid when a step began and when it ended."""
+
+    since_s: float
+    until_s: float | None = None
+    are_charged: bool = False  # with what the step takes longer than a plain one
+
+
+class PlainSteps:
+    """Tells the purse what plain steps take, and charges it with what others take longer.
+
+    What the purse has paid within a step is not the step's. Where nobody else tells the timeline of steps, this does:
+    a step is then from one batch to the next.
+    """
+
+    def __init__(self, trainer: Trainer, purse: Purse) -> None:
+        self._purse, self._timeline = purse, timeline_of(trainer)
+        self._timeline.listeners.append(self._took)
+        self._payments = _Payments(0.0)
+        self._charged_s = 0.0  # by this
+        self._stepped: Any = None  # when an optimizer has ended the step under way
+        self.count = 0  # of plain steps that were timed
+        self.are_plain = True  # steps still run as the user wrote them
+
+    def batch_comes(self) -> None:
+        """Ends the step before; what happens until :meth:`begin` belongs to no step if the purse pays for it."""
+        if self._timeline.claim(self, Driver.PLAIN_START):
+            self._timeline.step_ended()
+        self._payments.until_s = self._paid_s()
+        self._payments = self._timeline.labels[self] = _Payments(self._payments.until_s)
+
+    def begin(self, *, are_charged: bool) -> None:
+        """Begins a step. Whether the purse is charged with what it takes longer than a plain one."""
+        self._payments.are_charged = are_charged
+        if self._timeline.driver is self:
+            self._timeline.step_began()
+
+    def stepped(self) -> None:
+        """Notes the end of an optimizer's step. The time after it may be somebody else's."""
+        if self._timeline.driver is self:
+            self._stepped = self._timeline.clock.mark()
+
+    def interrupt(self) -> None:
+        """Ends the step under way, since something else than training goes on: that time is not the step's."""
+        if self._timeline.driver is self:
+            self._timeline.step_ended(at=self._stepped)
+        self._timeline.pause()
+        self._stepped = None
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._timeline.forget(self._took)
+        self._timeline.release(self)
+
+    def _took(self, step: StepTimes) -> None:
+        payments, now_s = step.labels.get(self), self._paid_s()
+        took_s = step.cycle_ms / 1e3
+        if payments is not None:
+            took_s -= (now_s if payments.until_s is None else payments.until_s) - payments.since_s
+        if self.are_plain:
+            if self.count and not step.is_apart:  # the first one fills caches
+                self._purse.step_took(max(0.0, took_s))
+            self.count += step.together or 1
+        elif payments is not None and payments.are_charged and self._purse.step_s is not None:
+            extra_s = max(0.0, took_s - self._purse.step_s)
+            self._charged_s += extra_s
+            self._purse.pay(TRIALS, extra_s)
+
+    def _paid_s(self) -> float:
+        return sum(self._purse.spent_s.values()) - self._charged_s

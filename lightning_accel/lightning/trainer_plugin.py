@@ -1,0 +1,58 @@
+"""What the plugins for a Trainer have in common: a run under way, the contexts of its steps, and its end."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from typing_extensions import override
+
+from lightning_accel.lightning.added_logger import AddedLogger
+from lightning_accel.lightning.autocast_precision import nested
+from lightning_accel.lightning.packages import Precision
+from lightning_accel.lightning.plugin_base import PluginBase
+from lightning_accel.lightning.run import Run
+
+
+class TrainerPlugin(PluginBase, Precision):
+    """A plugin whose steps pass the techniques of a run, within its own autocast. It is mixed in before that."""
+
+    _run: Run | None = None
+    _added_logger: AddedLogger | None = None
+
+    @override
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("train")
+
+    @override
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("validate")
+
+    @override
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("test")
+
+    @override
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self._step("predict")
+
+    def _step(self, stage: str) -> AbstractContextManager[None]:
+        forward = self.forward_context()
+        if self._run is None:
+            return forward
+        # The validation that checks sanity before a fit must not decide for training.
+        step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
+        return step if isinstance(forward, nullcontext) else nested(forward, step)
+
+    def _interrupt(self) -> None:
+        """Tells all who time steps that what comes next is none of training."""
+        if self._run is not None:
+            self._run.interrupt()
+        if self._added_logger is not None:
+            self._added_logger.logger.interrupt()
+
+    def _end_run(self) -> None:
+        if self._added_logger is not None:
+            self._added_logger.close()
+        if self._run is not None:
+            self._run.close()
+        self._run = self._added_logger = None

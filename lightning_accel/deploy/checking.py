@@ -84,7 +84,8 @@ class Check:
         try:
             call = self.form.load(path, device_of(self.original))
         except Exception as raised:  # it has no kernel for an operator in these numbers, say
-            raise ExportError(f"form={self.form.name!r} cannot load what it has written: {in_words(raised)}.") from raised
+            why = f"cannot load what it has written: {in_words(raised)}"
+            raise ExportError(f"form={self.form.name!r} {why}.") from raised
         fixed = _fixed(captured) if self.form.has_graph else {}
         open_ones = [one for one in captured.dimensions if one not in fixed]
         taken: list[tuple[Name, Arguments]] = []

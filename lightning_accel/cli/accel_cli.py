@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
-from lightning_accel.arguments import arguments
+from lightning_accel.arguments import DEFAULTS
 from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections
 from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.checks import nearest
@@ -233,7 +233,7 @@ def _hint(message: str, names: list[str]) -> str:
         return nearest(unknown["key"], [name.removeprefix(group) for name in names if name.startswith(group)])
     if unknown := _UNKNOWN_INIT_ARG.search(message):
         # Far up in a message of fifty lines: named again where the eye falls.
-        settings = list(arguments())
+        settings = list(DEFAULTS)
         return f"\nAccelPlugin has no argument {unknown['key']!r}{nearest(unknown['key'], settings)}"
     if unknown := _UNKNOWN_PATH.search(message) or _UNKNOWN_FLAG.search(message):
         return nearest(unknown["key"], names)
@@ -242,7 +242,7 @@ def _hint(message: str, names: list[str]) -> str:
 
 def _setting_names(parser: Any) -> list[str]:
     """Every key that ``parser`` and the parsers of its subcommands know, dotted."""
-    names = {f"accel.{name}" for name in arguments()}
+    names = {f"accel.{name}" for name in DEFAULTS}
     for action in parser_actions(parser):
         names.add(action.dest)
         if isinstance(action.choices, Mapping):

@@ -1,5 +1,6 @@
 """The techniques, and what is needed to write another: see CONTRIBUTING.md."""
 
+from lightning_accel.core.options import Options, Rule
 from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
 from lightning_accel.techniques.base import BuildContext, Refusal, Technique
 from lightning_accel.techniques.notes import Notes, Verdict
@@ -10,8 +11,10 @@ __all__ = [
     "BuildContext",
     "MethodPatch",
     "Notes",
+    "Options",
     "Patch",
     "Refusal",
+    "Rule",
     "Technique",
     "Verdict",
     "register",

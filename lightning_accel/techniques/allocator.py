@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import psutil
@@ -32,18 +31,6 @@ SLACK = 1.1
 _FIRST_STEPS = 2  # which other techniques are tried on, and in which gradients and optimizers' state come to be
 _COUNTED_STEPS = 3
 _RUN = "start with `lightning-accel run`, which measures what wins here"
-
-
-@dataclass(frozen=True)
-class AllocatorPlan:
-    """Whether the process keeps the memory that a step frees, for the next one.
-
-    Attributes:
-        mode: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system for pages again
-            and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
-    """
-
-    mode: Literal["auto", "off"] = "auto"
 
 
 class HeapPatch(Patch):
@@ -85,7 +72,17 @@ class HeapPatch(Patch):
         self._steps += 1
 
 
-@register("allocator", settings=AllocatorPlan, default="auto", on="auto", after="compile", exactness="exact")
+@register(
+    "allocator",
+    options=Literal["auto", "off"],
+    default="auto",
+    doc=(
+        '``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system for pages '
+        'again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.'
+    ),
+    after="compile",
+    exactness="exact",
+)
 class AllocatorTechnique(Technique):
     """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
 
@@ -108,7 +105,7 @@ class AllocatorTechnique(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: AllocatorPlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: Literal["auto", "off"], context: BuildContext) -> Self:
         given = context.settings
         for_memory = "activation_offloading" if given["activation_offloading"].to == "disk" else ""
         if given["memory_budget"].budget != "off":

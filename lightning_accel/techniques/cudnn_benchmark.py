@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,19 +35,6 @@ TIMING_S = 1.0
 """What timing takes for each convolution and each shape of batches: 9.3 s for nine, in bfloat16 on an H100."""
 
 MANY_SHAPES = 1000  # of which none repeats often: their counts begin anew
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudnnBenchmarkPlan:
-    """How cuDNN finds its kernels for convolutions.
-
-    Attributes:
-        mode: ``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while the run lasts;
-            ``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA's cards, and live trials decide
-            whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said: give ``"off"``.
-    """
-
-    mode: CudnnBenchmarkSetting = "auto"
 
 
 class CudnnBenchmarkPatch(Patch):
@@ -126,13 +112,17 @@ class CudnnTiming:
 
 @register(
     "cudnn_benchmark",
-    settings=CudnnBenchmarkPlan,
+    options=CudnnBenchmarkSetting,
     default="auto",
-    on="on",
+    doc=(
+        '``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while the run lasts; '
+        '``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA\'s cards, and live trials '
+        "decide whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said: give "
+        '``"off"``.'
+    ),
     after="memory_format",
     before="compile",
     exactness="rounding",
-    shown=("on",),
 )
 class CudnnBenchmark(Technique):
     """Times kernels for convolutions on batches whose shapes have come before; new shapes run as they would have.
@@ -156,8 +146,8 @@ class CudnnBenchmark(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: CudnnBenchmarkPlan, context: BuildContext) -> Self:
-        return cls(settings.mode)
+    def from_settings(cls, settings: CudnnBenchmarkSetting, context: BuildContext) -> Self:
+        return cls(settings)
 
     @override
     def unavailable(self, host: Host) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,18 +22,6 @@ from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
 from lightning_accel.techniques.notes import Notes, Verdict, Verdicts
 from lightning_accel.techniques.registry import register
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphsPlan:
-    """CUDA graphs of blocks that run eagerly.
-
-    Attributes:
-        mode: ``"off"``; ``"on"`` captures the repeated blocks, forward and backward, and replays them where shapes
-            stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory worth it.
-    """
-
-    mode: Literal["auto", "on", "off"] = "on"
 
 
 class GraphPatch(MethodPatch):
@@ -65,13 +52,16 @@ class GraphPatch(MethodPatch):
 
 @register(
     "graphs",
-    settings=GraphsPlan,
+    options=Literal["auto", "on", "off"],
     default="off",
-    on="on",
+    doc=(
+        '``"off"``; ``"on"`` captures the repeated blocks, forward and backward, and replays them where '
+        'shapes stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory '
+        "worth it."
+    ),
     after="gradient_checkpointing",
     before="compile",
     exactness="rounding",
-    shown=("on",),
 )
 class Graphs(Technique):
     """Captures every repeated block at its first call after the other trials, and replays it ever after."""
@@ -88,16 +78,16 @@ class Graphs(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: GraphsPlan, context: BuildContext) -> Self:
-        assert settings.mode != "off"
-        return cls(settings.mode, verify=context.verify)
+    def from_settings(cls, settings: Literal["auto", "on", "off"], context: BuildContext) -> Self:
+        assert settings != "off"
+        return cls(settings, verify=context.verify)
 
     @classmethod
     @override
-    def check(cls, settings: GraphsPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-        if all_settings["compile"].mode != "off":
+    def check(cls, settings: Literal["auto", "on", "off"], all_settings: Mapping[str, Any], verify: bool) -> None:
+        if all_settings["compile"] != "off":
             raise ValueError(
-                f"graphs={settings.mode!r} with compile={all_settings['compile'].mode!r}: a compiler has CUDA graphs"
+                f"graphs={settings!r} with compile={all_settings['compile']!r}: a compiler has CUDA graphs"
                 " of its own. Give compile='auto' or 'reduce-overhead' and graphs='off', or compile='off'."
             )
 

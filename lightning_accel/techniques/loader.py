@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self, override
@@ -20,22 +19,20 @@ _ONE_EPOCH = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderPlan:
-    """In which processes the training's batches are loaded.
-
-    Attributes:
-        mode: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries more
-            workers from epoch to epoch while that is faster: in the same order, and only for data that draw no random
-            numbers and do not change as they are read. ``"off"``.
-    """
-
-    mode: Literal["auto", "off"] = "off"
-
-
 # Off by default: data may hang on what no look from outside shows (globals, a C library's handles), and workers that
 # are forked from a process with locks held can only be given up.
-@register("loader", settings=LoaderPlan, default="off", on="auto", after="preprocess", exactness="exact")
+@register(
+    "loader",
+    options=Literal["auto", "off"],
+    default="off",
+    doc=(
+        '``"auto"`` measures in the first epoch of a Trainer\'s run how long it waits for data, and tries more '
+        "workers from epoch to epoch while that is faster: in the same order, and only for data that draw no "
+        'random numbers and do not change as they are read. ``"off"``.'
+    ),
+    after="preprocess",
+    exactness="exact",
+)
 class Loader(Technique):
     """Puts a :class:`~lightning_accel.data.tuned_loader.TunedLoader` in the place of the training's loader."""
 
@@ -50,7 +47,7 @@ class Loader(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: LoaderPlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: Literal["auto", "off"], context: BuildContext) -> Self:
         return cls(context)
 
     @override

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,21 +28,6 @@ MatmulPrecisionSetting = Literal["off", "auto", "high", "medium"]
 
 _FORMATS = {"cuda": "TF32", "cpu": "bfloat16"}
 _UNSET = ("none", "none", "none")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatmulPrecisionPlan:
-    """In which precision float32 matrices are multiplied.
-
-    Attributes:
-        mode: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
-            ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs with
-            AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``precision`` is
-            ``"auto"``, too, nobody has set this precision, and the model does not switch autocast off to compute
-            something in float32; and has it from a training step to the next step that does not train.
-    """
-
-    mode: MatmulPrecisionSetting = "auto"
 
 
 def possible_on(host: Host) -> tuple[str, ...]:
@@ -151,12 +135,19 @@ def _with_autocast() -> set[str]:
 # After precision, on which it hangs; before a compiler, whose graphs are guarded by it.
 @register(
     "matmul_precision",
-    settings=MatmulPrecisionPlan,
+    options=MatmulPrecisionSetting,
     default="auto",
+    doc=(
+        '``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of '
+        "``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs "
+        'with AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where '
+        '``precision`` is ``"auto"``, too, nobody has set this precision, and the model does not switch '
+        "autocast off to compute something in float32; and has it from a training step to the next step that "
+        "does not train."
+    ),
     after="precision",
     before="compile",
     exactness="precision",
-    shown=("high", "medium"),
 )
 class MatmulPrecision(Technique):
     """Has float32 products computed in TF32 or bfloat16 while the run lasts.
@@ -180,8 +171,8 @@ class MatmulPrecision(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: MatmulPrecisionPlan, context: BuildContext) -> Self:
-        return cls(settings.mode, precision=context.settings["precision"].mode, verify=context.verify)
+    def from_settings(cls, settings: MatmulPrecisionSetting, context: BuildContext) -> Self:
+        return cls(settings, precision=context.settings["precision"], verify=context.verify)
 
     @override
     def unavailable(self, host: Host) -> str | None:

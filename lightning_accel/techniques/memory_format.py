@@ -9,7 +9,6 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
@@ -114,22 +113,14 @@ def _has_buckets() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryFormatPlan:
-    """The layout of convolutions.
-
-    Attributes:
-        layout: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a named format is
-            used wherever the numbers agree; ``"off"`` leaves every layout alone.
-    """
-
-    layout: MemoryFormatSetting = "auto"
-
-
 @register(
     "memory_format",
-    settings=MemoryFormatPlan,
+    options=MemoryFormatSetting,
     default="auto",
+    doc=(
+        '``"auto"`` moves models with convolutions to channels_last where that is not slower; a named format '
+        'is used wherever the numbers agree; ``"off"`` leaves every layout alone.'
+    ),
     after="inplace_activations",
     exactness="rounding",
 )
@@ -164,8 +155,8 @@ class MemoryFormat(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: MemoryFormatPlan, context: BuildContext) -> Self:
-        return cls(settings.layout, verify=context.verify)
+    def from_settings(cls, settings: MemoryFormatSetting, context: BuildContext) -> Self:
+        return cls(settings, verify=context.verify)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -26,18 +25,6 @@ from lightning_accel.techniques.registry import register
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionPlan:
-    """The number format of a step.
-
-    Attributes:
-        mode: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on older
-            CUDA cards, else float32.
-    """
-
-    mode: PrecisionSetting = "auto"
 
 
 def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[ResolvedPrecision, str]:
@@ -176,13 +163,15 @@ class Autocast:
 
 @register(
     "precision",
-    settings=PrecisionPlan,
+    options=PrecisionSetting,
     default="auto",
     off="32-true",
+    doc=(
+        '``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on '
+        "older CUDA cards, else float32."
+    ),
     after="preprocess",
     exactness="precision",
-    shown=("16-mixed", "bf16-mixed"),
-    in_plain_loops_only=True,
 )
 class MixedPrecision(Technique):
     """Autocast around every step of a plain PyTorch loop. Under Lightning, its precision plugin does this."""
@@ -206,8 +195,8 @@ class MixedPrecision(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: PrecisionPlan, context: BuildContext) -> Self:
-        return cls(settings.mode, context.host)
+    def from_settings(cls, settings: PrecisionSetting, context: BuildContext) -> Self:
+        return cls(settings, context.host)
 
     @override
     def forecast(self, host: Host) -> Forecast:

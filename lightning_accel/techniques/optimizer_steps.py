@@ -6,7 +6,6 @@ https://docs.pytorch.org/docs/stable/optim.html#algorithms
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
@@ -29,20 +28,6 @@ OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
 
 SMALL = 1 << 16
 """Elements: parameters that are larger on average gain nothing by foreach on a CPU, where it makes temporary copies."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
-    """How torch's own optimizers step.
-
-    Attributes:
-        step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at
-            once; ``"auto"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's steps under
-            XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, ``capturable`` or
-            ``differentiable`` are left as they are.
-    """
-
-    step: OptimizerSetting = "auto"
 
 
 def step_together(
@@ -163,11 +148,16 @@ class StepsTogether(StandInSteps):
 
 @register(
     "optimizer",
-    settings=OptimizerPlan,
+    options=OptimizerSetting,
     default="auto",
+    doc=(
+        '``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them '
+        "at once; ``\"auto\"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's "
+        'steps under XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, '
+        "``capturable`` or ``differentiable`` are left as they are."
+    ),
     after="memory_format",
     exactness="rounding",
-    shown=("fused", "foreach"),
 )
 class OptimizerSteps(Technique):
     """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are."""
@@ -183,8 +173,8 @@ class OptimizerSteps(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: OptimizerPlan, context: BuildContext) -> Self:
-        return cls(settings.step, is_xla=context.host.kind == "xla")
+    def from_settings(cls, settings: OptimizerSetting, context: BuildContext) -> Self:
+        return cls(settings, is_xla=context.host.kind == "xla")
 
     @override
     def unavailable(self, host: Host) -> str | None:

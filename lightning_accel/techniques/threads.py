@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
 from typing_extensions import Self, override
 
-from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.core.host import Host
+from lightning_accel.core.options import Rule
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import BuildContext, Forecast, Technique
 from lightning_accel.techniques.registry import register
-
-
-@dataclass(frozen=True)
-class ThreadsPlan:
-    """How many threads an operation uses on the host while a run lasts.
-
-    Attributes:
-        count: ``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter and so
-            on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it before a run.
-
-    Raises:
-        ValueError: It is neither.
-    """
-
-    count: Literal["auto", "off"] | int = "off"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, str) and self.count in ("off", "auto"):
-            return
-        if isinstance(self.count, str | bool) or not (isinstance(self.count, int) and self.count >= 1):
-            raise ValueError(
-                f"threads={self.count!r} is not possible. Allowed: 'off', 'auto', or a number from 1 on; this process"
-                f" may use {usable_cores()} cores."
-            )
 
 
 def in_words(count: int) -> str:
@@ -72,7 +48,18 @@ class ThreadsPatch(Patch):
 
 
 # Before a compiler, whose kernels are made for the threads that there are.
-@register("threads", settings=ThreadsPlan, default="off", before="compile", exactness="rounding", shown=(1,))
+@register(
+    "threads",
+    options=Literal["auto", "off"] | Annotated[int, Rule("a number from 1 on", lambda name, value: value >= 1)],
+    default="off",
+    doc=(
+        '``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter and so '
+        "on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it before "
+        "a run."
+    ),
+    before="compile",
+    exactness="rounding",
+)
 class Threads(Technique):
     """Has torch use as many threads as it is told, while the run lasts. Sums may be rounded in another order."""
 
@@ -92,9 +79,9 @@ class Threads(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: ThreadsPlan, context: BuildContext) -> Self:
-        assert settings.count != "off"
-        return cls(settings.count)
+    def from_settings(cls, settings: Literal["auto", "off"] | int, context: BuildContext) -> Self:
+        assert settings != "off"
+        return cls(settings)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch]:

@@ -24,7 +24,7 @@ from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
-from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
+from lightning_accel.techniques.flash_attention.settings import FlashAttentionOptions
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -35,12 +35,9 @@ _LATE = "not called on the first step, or only by a compiler, to which the origi
 
 @register(
     "flash_attention",
-    settings=FlashAttentionPlan,
-    default="auto",
-    on="auto",
+    options=FlashAttentionOptions,
     after="precision",
     exactness="rounding",
-    shown=tuple(BACKENDS),
 )
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
@@ -56,7 +53,7 @@ class FlashAttention(Technique):
         " kernel that torch_xla brings: torch_xla.experimental.custom_kernel.flash_attention"
     }
 
-    def __init__(self, plan: FlashAttentionPlan, *, verify: bool = True) -> None:
+    def __init__(self, plan: FlashAttentionOptions, *, verify: bool = True) -> None:
         self._plan = plan
         self._verify = verify
         self._model = nn.Module()
@@ -69,7 +66,7 @@ class FlashAttention(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: FlashAttentionPlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: FlashAttentionOptions, context: BuildContext) -> Self:
         return cls(settings, verify=context.verify)
 
     @override
@@ -208,7 +205,7 @@ class FlashAttention(Technique):
         self._settings.close()
 
 
-def _check_names(model: nn.Module, plan: FlashAttentionPlan) -> None:
+def _check_names(model: nn.Module, plan: FlashAttentionOptions) -> None:
     known = {name for name, _ in model.named_modules()} | {type(m).__name__ for m in model.modules()}
     for setting, names in (("skip", plan.skip), ("force", plan.force)):
         for name in names:

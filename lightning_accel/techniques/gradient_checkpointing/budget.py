@@ -23,7 +23,7 @@ from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
 from lightning_accel.techniques.base import BuildContext, OomFallback, Refusal
-from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
+from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetOptions
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.notes import Verdict
 from lightning_accel.techniques.registry import register
@@ -39,12 +39,10 @@ _DOES: dict[Policy, str] = {
 
 @register(
     "memory_budget",
-    settings=MemoryBudgetPlan,
-    default="off",
+    options=MemoryBudgetOptions,
     after="gradient_checkpointing",
     before="compile",
     exactness="exact",
-    shown=("12GiB",),
 )
 class MemoryBudget(GradientCheckpointing):
     """Fits a training step into a budget: ``memory_budget="12GiB"``."""
@@ -62,7 +60,7 @@ class MemoryBudget(GradientCheckpointing):
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
     def __init__(
-        self, plan: MemoryBudgetPlan, offloading: Offloading | None, device: torch.device, *, verify: bool = True
+        self, plan: MemoryBudgetOptions, offloading: Offloading | None, device: torch.device, *, verify: bool = True
     ) -> None:
         super().__init__("selective", plan.blocks, verify=verify)
         self._plan = plan
@@ -74,7 +72,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @classmethod
     @override
-    def from_settings(cls, settings: MemoryBudgetPlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: MemoryBudgetOptions, context: BuildContext) -> Self:
         offloading = context.settings["activation_offloading"].on(context.device.type)
         return cls(settings, offloading, context.device, verify=context.verify)
 
@@ -85,8 +83,8 @@ class MemoryBudget(GradientCheckpointing):
 
     @classmethod
     @override
-    def check(cls, settings: MemoryBudgetPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-        checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"].mode
+    def check(cls, settings: MemoryBudgetOptions, all_settings: Mapping[str, Any], verify: bool) -> None:
+        checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"]
         if checkpointing != "off":
             raise ValueError(
                 f"memory_budget={settings.budget!r} with gradient_checkpointing={checkpointing!r}: a budget plans what"
@@ -201,7 +199,7 @@ class MemoryBudget(GradientCheckpointing):
             self.notes.revise(site, Verdict("refused" if policy == "keep" else "kept", _DOES[policy]))
 
 
-def budget_bytes(plan: MemoryBudgetPlan, device: torch.device) -> int:
+def budget_bytes(plan: MemoryBudgetOptions, device: torch.device) -> int:
     """The budget of ``plan`` in bytes of ``device``."""
     amount = parse_bytes("memory_budget", plan.budget, fractions=True)
     return amount if isinstance(amount, int) else int(amount * device_memory_bytes(device))

@@ -25,7 +25,7 @@ from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statist
 from lightning_accel.memory.saved_bytes import kept_bytes
 from lightning_accel.techniques.base import BuildContext, OomFallback, Refusal, Technique
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingOptions
 from lightning_accel.techniques.notes import Verdict, Verdicts
 from lightning_accel.techniques.registry import register
 
@@ -44,12 +44,9 @@ def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> Method
 
 @register(
     "gradient_checkpointing",
-    settings=CheckpointingPlan,
-    default="off",
+    options=CheckpointingOptions,
     after="activation_offloading",
     exactness="exact",
-    shown=("full", "selective"),
-    elsewhere=("memory_budget='12GiB' for an amount of memory",),
 )
 class GradientCheckpointing(Technique):
     """Checkpoints the repeated blocks of a model, or those that are named.
@@ -86,16 +83,16 @@ class GradientCheckpointing(Technique):
         settings, model = context.settings[cls.name], context.model
         if context.settings["memory_budget"].budget != "off":
             return  # whose plan has it already
-        is_compiled = context.settings["compile"].mode != "off"
+        is_compiled = context.settings["compile"] != "off"
         only_anew = "the blocks are compiled as they are" if is_compiled else ""
         # By the formula of docs/planning.md for a decoder's block: of 64 bytes a value that it keeps in float32, 44 are
         # left, or 4 and one block's work.
         blocks = find_blocks(model, settings.blocks)
         if settings.mode == "off" and (settings.blocks or units(model)):
-            yield OomFallback(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
+            yield OomFallback(CheckpointingOptions(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
         if settings.mode != "full" and blocks:
             keeps = min(1.0, 4 / 64 + 1 / len(blocks))
-            yield OomFallback(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
+            yield OomFallback(CheckpointingOptions(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

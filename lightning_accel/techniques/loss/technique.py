@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -27,27 +26,17 @@ FEWEST_CLASSES = 4096
 """Of a layer that is taken for a head: of fewer the logits are no large part of a step's memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossPlan:
-    """Whether a linear head and the cross-entropy of its output are computed together.
-
-    Attributes:
-        mode: ``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are asked for
-            nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
-    """
-
-    mode: Literal["auto", "on", "off"] = "auto"
-
-
 @register(
     "loss",
-    settings=LossPlan,
+    options=Literal["auto", "on", "off"],
     default="auto",
-    on="on",
+    doc=(
+        '``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are '
+        'asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.'
+    ),
     after="inplace_activations",
     before="compile",
     exactness="rounding",
-    shown=("on",),
 )
 class Loss(Technique):
     """Has linear heads return logits that are not there, until somebody reads them or takes their cross-entropy.
@@ -75,8 +64,8 @@ class Loss(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: LossPlan, context: BuildContext) -> Self:
-        return cls(settings.mode == "on", context.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
+    def from_settings(cls, settings: Literal["auto", "on", "off"], context: BuildContext) -> Self:
+        return cls(settings == "on", context.verify, smallest=SMALLEST_BYTES, fewest=FEWEST_CLASSES)
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterable[Patch | Refusal]:

@@ -79,6 +79,7 @@ class Watch:
             self._stand_in(lightning)
 
     def _stand_in(self, lightning: Any) -> None:
+        from lightning_accel.settings import Plan
         from lightning_accel import AccelPlugin
 
         fit = lightning.Trainer.fit
@@ -107,7 +108,11 @@ def added(library: str, side: str) -> dict[str, Any]:
 
     if side == PLAIN:
         return {}
-    return {"strategy": "accel"} if library in OWN_PRECISION else {"plugins": [AccelPlugin(**SETTINGS[side])]}
+    return (
+        {"strategy": "accel"}
+        if library in OWN_PRECISION
+        else {"plugins": [AccelPlugin.from_plan(Plan().replace(**SETTINGS[side]))]}
+    )
 
 
 def fits(title: str, side: str, number: int, folder: Path, pipe: Connection) -> None:

@@ -60,7 +60,10 @@ def _added(*starts: str) -> Figures:
 MEASURED = {
     "flash_attention": (_added("flash_attention"), Figures("attention_cpu", starts=("hand-written",))),
     "loss": (Figures("linear_cross_entropy", columns=(0, 1, 2, 3, 4, 6, 7, 8, 9, 13, 14, 15, 16)),),
-    "optimizer": (_added("optimizer="), Figures("optimizer_steps", starts=("a GPT's",), columns=(0, 1, 2, 3, 4, 5))),
+    "optimizer": (
+        _added("techniques.optimizer="),
+        Figures("optimizer_steps", starts=("a GPT's",), columns=(0, 1, 2, 3, 4, 5)),
+    ),
     "compile": (_added("compile"), Figures("second_run", columns=(0, 1, 2, 3, 6, 7))),
     "memory_budget": (Figures("memory_budget"),),
     "gradient_checkpointing": (

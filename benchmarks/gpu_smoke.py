@@ -29,6 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from typing_extensions import override
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -144,15 +145,15 @@ def rows() -> Iterator[tuple[str, dict[str, Any] | None, float]]:
             if not declaration.is_off(value):
                 yield (
                     f"{name}={value}",
-                    off | {name: value, "tune": "off"},
+                    off | {name: value, "trust": "checked"},
                     TOLERANCES.get(declaration.exactness, TOLERANCE),
                 )
     saving = {"gradient_checkpointing": "selective", "activation_offloading": {"to": "host", "min_bytes": 1024}}
-    yield "saving memory", off | saving | {"sparse_activations": "auto", "tune": "off"}, TOLERANCE
-    yield "saving memory, bf16", off | saving | {"precision": "bf16-mixed", "tune": "off"}, TOLERANCES["precision"]
-    yield "compiled, bf16", {"precision": "bf16-mixed", "compile": "on", "tune": "off"}, TOLERANCES["precision"]
-    yield "captured, bf16", {"precision": "bf16-mixed", "graphs": "on", "tune": "off"}, TOLERANCES["precision"]
-    yield "16-mixed", {"precision": "16-mixed", "tune": "off"}, TOLERANCES["precision"]
+    yield "saving memory", off | saving | {"sparse_activations": "auto", "trust": "checked"}, TOLERANCE
+    yield "saving memory, bf16", off | saving | {"precision": "bf16-mixed", "trust": "checked"}, TOLERANCES["precision"]
+    yield "compiled, bf16", {"precision": "bf16-mixed", "compile": "on", "trust": "checked"}, TOLERANCES["precision"]
+    yield "captured, bf16", {"precision": "bf16-mixed", "graphs": "on", "trust": "checked"}, TOLERANCES["precision"]
+    yield "16-mixed", {"precision": "16-mixed", "trust": "checked"}, TOLERANCES["precision"]
 
 
 def run(model: str, name: str, accelerator: str, settings: dict[str, Any] | None, steps: int = STEPS) -> Outcome:
@@ -164,7 +165,7 @@ def run(model: str, name: str, accelerator: str, settings: dict[str, Any] | None
         try:
             seed_everything(0, verbose=False)
             module, data = MODELS[model]()
-            plugin = None if settings is None else AccelPlugin(**settings)
+            plugin = None if settings is None else AccelPlugin.from_plan(Plan().replace(**settings))
             if accelerator == "gpu":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -175,7 +175,7 @@ def loop_of_blocks(benchmark: Callable[[str], Any]) -> Any:
     loops, model = benchmark("_tuning_loop"), Blocks()
     batches = iter(lambda: torch.ones(4, 8), None)
     task = loops.Task(model, lambda batch: model(batch).square().mean(), batches)
-    return loops.AcceleratedLoop(task, Plan(**OTHERS_OFF | {"compile": "auto"}, tune="off"))
+    return loops.AcceleratedLoop(task, Plan().replace(**OTHERS_OFF | {"compile": "auto"}, trust="checked"))
 
 
 @pytest.mark.usefixtures("compiler")

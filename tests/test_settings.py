@@ -19,8 +19,8 @@ from lightning_accel.arguments import arguments
 from lightning_accel.core.checks import nearest
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.compilation import CompileSetting
-from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
-from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingMode, CheckpointingPlan
+from lightning_accel.techniques.flash_attention.settings import FlashAttentionOptions
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingMode, CheckpointingOptions
 from lightning_accel.techniques.memory_format import MemoryFormatSetting
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
@@ -33,7 +33,9 @@ plans = st.builds(
         st.sampled_from(get_args(CheckpointingMode)),
         st.just(False),
         st.builds(
-            CheckpointingPlan, mode=st.sampled_from(get_args(CheckpointingMode)), blocks=st.lists(st.text(), max_size=3)
+            CheckpointingOptions,
+            mode=st.sampled_from(get_args(CheckpointingMode)),
+            blocks=st.lists(st.text(), max_size=3),
         ),
     ),
     compile=st.sampled_from(get_args(CompileSetting)).filter(lambda setting: setting != "auto") | st.booleans(),
@@ -61,7 +63,7 @@ def test_a_plan_as_a_dict_holds_plain_values_only(plan: Plan) -> None:
 
 
 def test_yaml_goes_to_a_file_and_comes_back() -> None:
-    plan = Plan(precision="bf16-mixed", gradient_checkpointing={"mode": "selective", "blocks": ["Block"]})
+    plan = Plan(precision="bf16-mixed", memory={"checkpoint": "selective", "blocks": ["Block"]})
     text = plan.to_yaml("plan.yaml")
     assert Path("plan.yaml").read_text(encoding="utf-8") == text
     assert Plan.from_yaml(Path("plan.yaml")) == plan
@@ -159,7 +161,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("name", "value", "allowed"), BAD_VALUES)
 def test_a_bad_value_is_named_with_its_argument_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        Plan(**{name: value})
+        Plan().replace(**{name: value})
     assert name in str(error.value)
     shown = [repr(part) for item in value.items() for part in item] if isinstance(value, dict) else [repr(value)]
     shown += [repr(part) for part in value] if isinstance(value, list) else []
@@ -168,11 +170,11 @@ def test_a_bad_value_is_named_with_its_argument_and_what_is_allowed(name: str, v
 
 
 def test_flash_attention_takes_sites_to_skip_and_to_force() -> None:
-    plan = Plan(flash_attention={"backend": "auto", "skip": ["encoder.0"], "force": ["Attention"]})
-    assert plan.of("flash_attention") == FlashAttentionPlan(skip=("encoder.0",), force=("Attention",))
-    assert Plan.from_yaml(plan.to_yaml()) == Plan(flash_attention=plan.to_dict()["flash_attention"])
-    assert Plan(flash_attention=True).of("flash_attention") == FlashAttentionPlan()
-    assert Plan(flash_attention=False).of("flash_attention").backend == "off"
+    plan = Plan(techniques={"flash_attention": {"backend": "auto", "skip": ["encoder.0"], "force": ["Attention"]}})
+    assert plan.of("flash_attention") == FlashAttentionOptions(skip=("encoder.0",), force=("Attention",))
+    assert Plan.from_yaml(plan.to_yaml()) == Plan(techniques={"flash_attention": plan.to_dict()["flash_attention"]})
+    assert Plan(techniques={"flash_attention": True}).of("flash_attention") == FlashAttentionOptions()
+    assert Plan(techniques={"flash_attention": False}).of("flash_attention").backend == "off"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_flash_attention_takes_sites_to_skip_and_to_force() -> None:
 )
 def test_a_bad_part_of_flash_attention_is_named(value: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        Plan(flash_attention=value)
+        Plan(techniques={"flash_attention": value})
 
 
 def test_every_setting_has_a_bad_value_in_the_table() -> None:
@@ -195,7 +197,7 @@ def test_every_setting_has_a_bad_value_in_the_table() -> None:
 @pytest.mark.parametrize("blocks", ["Block", 5, None, [1], {"Block": 1}])
 def test_blocks_of_a_wrong_type_are_an_error_that_shows_how_to_name_blocks(blocks: Any) -> None:
     with pytest.raises(TypeError, match=r"gradient_checkpointing\.blocks=.*list of class names or module paths"):
-        Plan(gradient_checkpointing={"mode": "full", "blocks": blocks})
+        Plan(memory={"checkpoint": "full", "blocks": blocks})
 
 
 @pytest.mark.parametrize(
@@ -225,8 +227,8 @@ def test_yaml_that_is_no_mapping_is_an_error(text: str) -> None:
 
 
 def test_settings_that_contradict_each_other_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"compile='auto'.*verify=False.*compile='on' or 'off'"):
-        Plan(compile="auto", verify=False)
+    with pytest.raises(ValueError, match=r"compile='auto'.*trust='unchecked'.*compile='on' or 'off'"):
+        Plan(compile="auto", trust="unchecked")
 
 
 def test_a_plan_is_a_value() -> None:
@@ -235,16 +237,18 @@ def test_a_plan_is_a_value() -> None:
     with pytest.raises(FrozenInstanceError):
         Plan().precision = "16-mixed"
     assert Plan().replace(precision="16-mixed") == Plan(precision="16-mixed")
-    assert copy.deepcopy(Plan(flash_attention={"skip": ["a"]})) == Plan(flash_attention={"skip": ["a"]})
+    assert copy.deepcopy(Plan(techniques={"flash_attention": {"skip": ["a"]}})) == Plan(
+        techniques={"flash_attention": {"skip": ["a"]}}
+    )
     assert pickle.loads(pickle.dumps(Plan(compile="on"))) == Plan(compile="on")
 
 
 def test_checkpointing_is_always_available_in_its_long_form() -> None:
-    selective = Plan(gradient_checkpointing="selective")
-    assert selective.of("gradient_checkpointing") == CheckpointingPlan(mode="selective")
+    selective = Plan(memory={"checkpoint": "selective"})
+    assert selective.of("gradient_checkpointing") == CheckpointingOptions(mode="selective")
     assert Plan().of("gradient_checkpointing").mode == "off"
-    named = Plan(gradient_checkpointing={"blocks": ["Block"]})
-    assert named.of("gradient_checkpointing") == CheckpointingPlan(mode="full", blocks=("Block",))
+    named = Plan(memory={"checkpoint": "full", "blocks": ["Block"]})
+    assert named.of("gradient_checkpointing") == CheckpointingOptions(mode="full", blocks=("Block",))
 
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:
@@ -256,7 +260,7 @@ def test_nothing_is_suggested_where_nothing_is_near() -> None:
 
 @pytest.mark.parametrize("budget", ["12 GB", "12GiB", "512 mib", "0.6", "60%", 0.6, 1.0, 2**30])
 def test_a_budget_is_bytes_text_or_a_fraction(budget: Any) -> None:
-    plan = Plan(memory_budget=budget)
+    plan = Plan(memory=budget)
     assert plan.memory_budget == budget
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
@@ -281,7 +285,7 @@ def test_a_budget_is_bytes_text_or_a_fraction(budget: Any) -> None:
 )
 def test_another_budget_is_an_error_that_shows_how_to_write_one(budget: Any, said: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        Plan(memory_budget=budget)
+        Plan(memory=budget)
     assert "memory_budget" in str(error.value)
     assert repr(budget) in str(error.value)
     assert said in str(error.value)
@@ -289,41 +293,41 @@ def test_another_budget_is_an_error_that_shows_how_to_write_one(budget: Any, sai
 
 
 def test_a_bare_budget_is_shown_its_place() -> None:
-    with pytest.raises(ValueError, match="memory_budget='12GiB'"):
-        Plan(gradient_checkpointing="8GiB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory.budget='12GiB'"):
+        Plan(memory={"checkpoint": "8GiB"})  # type: ignore[arg-type]
 
 
 def test_a_budget_and_a_mode_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="Give one of the two"):
-        Plan(memory_budget="1GiB", gradient_checkpointing="selective")
+        Plan(memory={"budget": "1GiB", "checkpoint": "selective"})
 
 
 def test_a_budget_is_not_for_compiled_blocks() -> None:
     with pytest.raises(ValueError, match=r"compile='on'.*as they run eagerly"):
-        Plan(memory_budget="1GiB", compile="on")
+        Plan(compile="on", memory="1GiB")
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_what_records_cuda_graphs_cannot_offload(mode: Any) -> None:
     with pytest.raises(ValueError, match=r"CUDA graphs.*max-autotune-no-cudagraphs"):
-        Plan(activation_offloading="host", compile=mode)
+        Plan(compile=mode, memory={"offload": "host"})
 
 
 def test_offloading_in_detail_survives_yaml() -> None:
-    plan = Plan(activation_offloading={"to": "disk", "min_bytes": "64KiB"})
+    plan = Plan(memory={"offload": {"to": "disk", "min_bytes": "64KiB"}})
     assert plan.of("activation_offloading").to == "disk"
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
 def test_to_say_nothing_of_offloading_is_not_to_forbid_it() -> None:
     assert Plan().of("activation_offloading").to == "auto"
-    assert Plan(activation_offloading=False).of("activation_offloading").to == "off"
+    assert Plan(memory={"offload": False}).of("activation_offloading").to == "off"
     assert not Plan().of("activation_offloading").always
 
 
 @pytest.mark.parametrize("setting", ["auto", "off", {"to": "off"}, {"to": "auto", "min_bytes": "2MiB"}])
 def test_offloading_stays_what_it_is_on_the_way_to_yaml_and_back(setting: Any) -> None:
-    plan = Plan(activation_offloading=setting, memory_budget="1GiB")
+    plan = Plan(memory={"offload": setting, "budget": "1GiB"})
     again = Plan.from_yaml(plan.to_yaml())
     assert again == plan
     assert again.of("activation_offloading") == plan.of("activation_offloading")

@@ -77,7 +77,7 @@ class OomPage:
             f"{what} ran out of memory{where}: {why}.",
             asked,
             inventory,
-            [*map(self._outcome, self._put_on), *([f"out_of_memory='split': {self._split}"] if is_split else [])],
+            [*map(self._outcome, self._put_on), *([f"memory.on_oom='split': {self._split}"] if is_split else [])],
             self._remedies() if is_training and within != OPTIMIZER else [],
             next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), None),
             trainer.accumulate_grad_batches if is_training else None,

@@ -110,9 +110,9 @@ class ActivationOffloading(Technique):
         compiled = all_settings["compile"]
         if settings.always and compiled in _RECORDING:
             raise ValueError(
-                f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
+                f"memory.offload={settings.to!r} with compile={compiled!r}, which records CUDA"
                 " graphs: their activations have fixed places in memory and cannot be moved."
-                " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
+                " Give compile='on' or 'max-autotune-no-cudagraphs', or memory.offload='off'."
             )
 
     @override
@@ -148,9 +148,7 @@ class ActivationOffloading(Technique):
         else:
             amount = f"{format_bytes(step_bytes)} a step out and back, {self._search.describe()}"
         if self._gains_nothing:
-            amount += (
-                " (on a CPU that is the memory they come from, so none is saved: activation_offloading='disk' saves it)"
-            )
+            amount += " (on a CPU that is the memory they come from, so none is saved: memory.offload='disk' saves it)"
         return f"{self._plan.to}: {amount}"
 
 

@@ -89,8 +89,8 @@ class Compilation(Technique):
     def check(cls, settings: CompileSetting, all_settings: Mapping[str, Any], verify: bool) -> None:
         if settings == "auto" and not verify:
             raise ValueError(
-                "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
-                " give compile='on' or 'off', or verify=True."
+                "compile='auto' keeps what a trial showed to be faster, and trust='unchecked' forbids trials:"
+                " give compile='on' or 'off', or trust='checked'."
             )
 
     @override

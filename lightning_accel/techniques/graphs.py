@@ -87,15 +87,15 @@ class Graphs(Technique):
     def check(cls, settings: Literal["auto", "on", "off"], all_settings: Mapping[str, Any], verify: bool) -> None:
         if all_settings["compile"] != "off":
             raise ValueError(
-                f"graphs={settings!r} with compile={all_settings['compile']!r}: a compiler has CUDA graphs"
-                " of its own. Give compile='auto' or 'reduce-overhead' and graphs='off', or compile='off'."
+                f"compile.graphs={settings!r} with compile={all_settings['compile']!r}: a compiler has CUDA graphs"
+                " of its own. Give compile='auto' or 'reduce-overhead' and compile.graphs='off', or compile='off'."
             )
 
     @override
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "cuda":
             return None
-        return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use graphs='off'"
+        return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use compile.graphs='off'"
 
     @override
     def patches(self, model: nn.Module, host: Host) -> Iterator[Patch | Refusal]:

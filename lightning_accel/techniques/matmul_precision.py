@@ -43,7 +43,7 @@ def why_not_on(host: Host) -> str:
         return f"{host.device_name} has no TF32, which came with compute capability 8.0"
     if host.kind == "cpu":
         if host.native_bf16:
-            return "CPUs have no TF32: matmul_precision='medium' multiplies in bfloat16"
+            return "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16"
         return "this CPU has neither AVX512-BF16 nor AMX: oneDNN would emulate bfloat16, and be slower"
     return f"not measured on {host.kind}"
 
@@ -179,7 +179,7 @@ class MatmulPrecision(Technique):
         if self._setting == "auto" and self._precision != "auto":
             return (
                 f"precision={self._precision!r} was asked for by name, and so must this be: "
-                "matmul_precision='high' (TF32) or 'medium'"
+                "precision.matmul='high' (TF32) or 'medium'"
             )
         is_possible = bool(possible_on(host)) if self._setting == "auto" else self._setting in possible_on(host)
         return None if is_possible else why_not_on(host)

@@ -134,7 +134,7 @@ class MemoryFormat(Technique):
 
     trial_steps: ClassVar[float] = 3.0
     not_on: ClassVar[Mapping[str, str]] = {
-        "xla": "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"
+        "xla": "XLA lays tensors out itself, whatever their strides say. Use techniques.memory_format='off'"
     }
     why_not_sharded: ClassVar[str] = "FSDP keeps weights row by row, in their ordinary layout"
 
@@ -246,12 +246,12 @@ class MemoryFormat(Technique):
         if _has_buckets():
             # Too late to give the layout back: DDP has laid its buckets out by it.
             if isinstance(optimizer, LBFGS):
-                raise SettingError(f"{reason}: on several ranks give memory_format='off'.")
+                raise SettingError(f"{reason}: on several ranks give techniques.memory_format='off'.")
             return
         if not isinstance(optimizer, LBFGS):
             if not self._is_auto:
                 return
-            reason = f"{reason}; memory_format='channels_last' trusts it not to"
+            reason = f"{reason}; techniques.memory_format='channels_last' trusts it not to"
         self._refused_before_trial = reason
         self._object(reason)
         for weight in reversed(self._weights):

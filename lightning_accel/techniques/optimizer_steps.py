@@ -179,7 +179,7 @@ class OptimizerSteps(Technique):
     @override
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "xla" and self._setting != "auto":
-            return f"torch has no {self._setting} steps for XLA: optimizer='auto' takes those of torch_xla"
+            return f"torch has no {self._setting} steps for XLA: techniques.optimizer='auto' takes those of torch_xla"
         if host.kind not in ("cpu", "cuda", "rocm", "xla"):
             return f"not measured on {host.kind} yet: give torch's optimizers fused=True or foreach=True to try it"
         return None

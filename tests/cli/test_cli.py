@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 
-from lightning_accel import AccelCLI, AccelFSDPStrategy, AccelPlugin, CheckpointingPlan, Plan
+from lightning_accel import AccelCLI, AccelFSDPStrategy, AccelPlugin, CheckpointingOptions, Plan
 from lightning_accel.cli import accel_cli as cli
 from lightning_accel.data import Map, Normalize, RandomCrop
 
@@ -69,7 +69,7 @@ def test_without_settings_it_is_the_default_plan() -> None:
 
 def test_flags_reach_the_plugin() -> None:
     plan = plan_of(build("--accel.precision=bf16-mixed", "--accel.compile=on", "--accel.log=false"))
-    assert plan == Plan(precision="bf16-mixed", compile="on", log=False)
+    assert plan == Plan(precision="bf16-mixed", compile="on", report=False)
 
 
 def test_the_section_reaches_the_plugin_and_flags_win_over_it() -> None:
@@ -84,11 +84,11 @@ accel:
     assert plan.precision == "32-true"
     assert plan.memory_format == "channels_last"
     assert plan.compile == "off"
-    assert plan.gradient_checkpointing == CheckpointingPlan(mode="selective", blocks=("Linear",))
+    assert plan.gradient_checkpointing == CheckpointingOptions(mode="selective", blocks=("Linear",))
 
 
 def test_a_plan_written_as_yaml_is_a_section() -> None:
-    plan = Plan(precision="16-mixed", gradient_checkpointing={"mode": "full", "blocks": ["Linear"]}, strict=True)
+    plan = Plan(precision="16-mixed", memory={"checkpoint": "full", "blocks": ["Linear"]}, strict=True)
     text = "accel:\n" + "".join(f"  {line}\n" for line in plan.to_yaml().splitlines())
     assert plan_of(build(write(text))) == plan
 
@@ -146,7 +146,7 @@ trainer:
 
 
 def test_a_plan_written_as_yaml_is_valid_as_init_args() -> None:
-    plan = Plan(precision="bf16-mixed", memory_format="channels_last", compile="auto")
+    plan = Plan(precision="bf16-mixed", compile="auto", techniques={"memory_format": "channels_last"})
     init_args = "".join(f"        {line}\n" for line in plan.to_yaml().splitlines())
     text = f"trainer:\n  plugins:\n    - class_path: lightning_accel.AccelPlugin\n      init_args:\n{init_args}"
     assert plan_of(LightningCLI(BoringModel, args=[*QUIET, write(text)], run=False)) == plan
@@ -220,7 +220,9 @@ def test_an_unknown_value_names_the_key_the_value_and_what_is_allowed(capsys: py
 
 def test_contradictory_settings_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "--accel.compile=auto", "--accel.verify=false")
-    assert said.startswith("accel: compile='auto' keeps what a trial showed to be faster, and verify=False forbids")
+    assert said.startswith(
+        "accel: compile='auto' keeps what a trial showed to be faster, and trust='unchecked' forbids"
+    )
 
 
 @pytest.mark.parametrize("source", ["flag", "defaults"])

@@ -136,7 +136,7 @@ def test_a_mapping_is_the_one_argument_where_forward_has_no_such_names() -> None
 def test_what_is_accelerated_is_exported_as_its_author_wrote_it() -> None:
     task = TASKS["transformer"]
     model = task.model()
-    handle = accelerate(model, Plan(precision="32-true", gradient_checkpointing="full", tune="off"))
+    handle = accelerate(model, Plan(precision="32-true", memory={"checkpoint": "full"}, trust="checked"))
     inputs, targets = task.batch()
     with handle.step():
         task.loss(model(handle.batch(inputs)), targets).backward()

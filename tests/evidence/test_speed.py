@@ -18,6 +18,7 @@ from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.report_model import page_of
 from lightning_accel.evidence.speed import duration, rate, speed_of
+from lightning_accel.settings import Plan
 from support.console import heard
 from support.measured_runs import Model, fit, loader
 from support.reported_runs import record_of, steps
@@ -45,7 +46,7 @@ def test_console_loggers_page_and_compare_tell_the_same(tmp_path: Path, capsys: 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger, validated = TensorBoardLogger(tmp_path), {"val_dataloaders": loader(2)}
-    plugin = AccelPlugin(**off() | {"precision": "32-true"})
+    plugin = AccelPlugin.from_plan(Plan().replace(**off() | {"precision": "32-true"}))
     with heard() as lines:
         fit(Varies(), loader(20), max_epochs=3, logger=logger, fit_options=validated, plugins=[plugin])
     record = read_record(Path(logger.log_dir))

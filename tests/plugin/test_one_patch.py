@@ -39,7 +39,7 @@ def _functions(function: Any) -> Iterator[Any]:
 
 
 def test_each_method_of_lightnings_is_patched_once(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    plugin = AccelPlugin(memory_format="channels_last", out_of_memory="split")
+    plugin = AccelPlugin(memory={"on_oom": "split"}, techniques={"memory_format": "channels_last"})
     callbacks = [TraceCallback(range(2, 4)), SpeedMemoryLogger(), looks := Looks()]
     trainer = make_trainer(plugins=[plugin], callbacks=callbacks, logger=CSVLogger(tmp_path), max_epochs=2)
     trainer.fit(Supervised(cnn()), images())

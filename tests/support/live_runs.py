@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
+from lightning_accel.settings import Plan
 from lightning_accel.techniques import BuildContext, Technique, register
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.registry import forget
@@ -135,7 +136,7 @@ def fit(model: LightningModule, steps: int = 200, *, loader: Any = None, **setti
     """Fits ``model`` with the plugin, and returns that."""
     trainer, ckpt_path, val = settings.pop("trainer", None), settings.pop("ckpt_path", None), settings.pop("val", None)
     accel = settings.pop("accel", {})
-    plugin = AccelPlugin(**{"log": False, **OTHERS_OFF, **accel})
+    plugin = AccelPlugin.from_plan(Plan().replace(**{"report": False, **OTHERS_OFF, **accel}))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     limits = {"max_epochs": 1} if "max_steps" not in settings else {}
     options = {"enable_checkpointing": False, **quiet, **limits, **settings}

@@ -37,4 +37,4 @@ def when_asked(host: Host, model: nn.Module) -> dict[str, Forecast]:
     """What every setting that is not on by default comes to when it is asked for by itself."""
     nothing = {name: one.off for name, one in declarations().items()}
     asked = [{**nothing, name: value} for name, one in declarations().items() for value in one.shown]
-    return {setting: said for one in asked for setting, said in forecasts(Plan(**one), host, model).items()}
+    return {setting: said for one in asked for setting, said in forecasts(Plan().replace(**one), host, model).items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import Handle, accelerate, build_context
+from lightning_accel.assembly import AcceleratedModel, accelerate, build_context
 from lightning_accel.core import trial
 from lightning_accel.core.host import Host
 from lightning_accel.data import Map
@@ -74,7 +74,7 @@ COMBINED = {
     "all that saves memory": Row(
         {**ALL, "sparse_activations": "auto", "activation_offloading": HOST_MEMORY}, "activation_offloading", 1e-5
     ),
-    "all, unverified": Row({**ALL, "verify": False}, "gradient_checkpointing", 1e-5),
+    "all, unverified": Row({**ALL, "trust": "unchecked"}, "gradient_checkpointing", 1e-5),
 }
 
 TASKS_OF = {
@@ -183,7 +183,7 @@ def _settings(name: str, value: Any) -> dict[str, Any]:
 
 def _host_of(declaration: Declaration, value: Any) -> Host | None:
     """The first of the tests' hosts that has the technique so, with a plan that asks for it alone."""
-    plan = Plan(**off() | _settings(declaration.name, value))
+    plan = Plan().replace(**off() | _settings(declaration.name, value))
     for host in (HOST, CARD) if declaration.name in SIMULATED else (HOST,):
         techniques = build_context(plan, nn.Linear(2, 2), host, in_plain_loop=True).techniques
         if any(one.name == declaration.name and one.unavailable(host) is None for one in techniques):
@@ -238,12 +238,12 @@ def off() -> dict[str, Any]:
     return {name: declaration.off for name, declaration in declarations().items()}
 
 
-def start(model: nn.Module, row: Row, **run: Any) -> Handle:
+def start(model: nn.Module, row: Row, **run: Any) -> AcceleratedModel:
     """Puts the plan of a row to work, with settings of the run."""
-    return accelerate(model, Plan(**off() | row.settings | run), host=row.host)
+    return accelerate(model, Plan().replace(**off() | row.settings | run), host=row.host)
 
 
-def acts(handle: Handle, technique: str, task: Task) -> bool:
+def acts(handle: AcceleratedModel, technique: str, task: Task) -> bool:
     """Whether a technique has done something in the steps that were run, or live trials may have it do something."""
     if handle.report.applied(technique) or any(arm.name == technique for arm in handle.engine.arms()):
         return True
@@ -251,12 +251,12 @@ def acts(handle: Handle, technique: str, task: Task) -> bool:
     return seen is not None and seen(handle, task)
 
 
-def _computes_in_half_precision(handle: Handle, task: Task) -> bool:
+def _computes_in_half_precision(handle: AcceleratedModel, task: Task) -> bool:
     with handle.step("validate"):
         return torch.is_autocast_enabled("cpu")
 
 
-def _makes_another_batch(handle: Handle, task: Task) -> bool:
+def _makes_another_batch(handle: AcceleratedModel, task: Task) -> bool:
     inputs = task.batch()[0]
     now = handle.batch(inputs, "train")
     if isinstance(inputs, Mapping):
@@ -264,13 +264,13 @@ def _makes_another_batch(handle: Handle, task: Task) -> bool:
     return bool(now.data_ptr() != inputs.data_ptr())
 
 
-def _found(handle: Handle, kind: type[T]) -> T:
+def _found(handle: AcceleratedModel, kind: type[T]) -> T:
     found = handle.engine.technique(kind)
     assert found is not None
     return found
 
 
-WITHOUT_SITES: dict[str, Callable[[Handle, Task], bool]] = {
+WITHOUT_SITES: dict[str, Callable[[AcceleratedModel, Task], bool]] = {
     "precision": _computes_in_half_precision,
     "padding": _makes_another_batch,
     "preprocess": _makes_another_batch,
@@ -294,7 +294,9 @@ def model_for(task: Task, row: Row) -> nn.Module:
 class Loop:
     """A plain PyTorch training loop, with or without a handle."""
 
-    def __init__(self, model: nn.Module, task: Task, handle: Handle | None = None, *, clips: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, handle: AcceleratedModel | None = None, *, clips: bool = False
+    ) -> None:
         self.model, self.task, self.handle, self.clips = model, task, handle, clips
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.streams: list[Tensor] = []  # where the random stream has come to by the end of each step

@@ -92,7 +92,9 @@ def net() -> nn.Module:
 
 
 def quiet(**settings: Any) -> Plan:
-    return Plan(precision="32-true", flash_attention="off", memory_format="off", inplace_activations="off", **settings)
+    return Plan().replace(
+        precision="32-true", flash_attention="off", memory_format="off", inplace_activations="off", **settings
+    )
 
 
 @pytest.mark.usefixtures("gentle")
@@ -174,7 +176,7 @@ def test_what_it_notes_during_a_step_is_acted_on_after_it() -> None:
 def test_a_resumed_lightning_run_decides_as_the_first_one_did(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = AccelPlugin(**vars(quiet(gentle=True, log=False)))
+    plugin = AccelPlugin(**vars(quiet(gentle=True, report=False)))
     trainer = make_trainer(plugins=[plugin], max_epochs=1, enable_checkpointing=False)
     module = Supervised(net())
     trainer.fit(module, vectors())

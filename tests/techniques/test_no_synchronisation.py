@@ -53,7 +53,7 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_settled_step_does_not_wait_for_the_device(name: str, task: Task) -> None:
     model = task.model().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plan = Plan(**off() | SETTINGS[name] | {"tune": "off"})
+    plan = Plan().replace(**off() | SETTINGS[name] | {"trust": "checked"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that something is not to be had on this card, or in this model
         handle = accelerate(model, plan, optimizers=optimizer, host=Host.detect("cuda"))

@@ -51,11 +51,11 @@ class MemoryBudget(GradientCheckpointing):
     not_on: ClassVar[Mapping[str, str]] = {
         **GradientCheckpointing.not_on,
         "mps": "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
-        " gradient_checkpointing='selective' or 'full'",
+        " memory.checkpoint='selective' or 'full'",
     }
     why_not_sharded: ClassVar[str] = (
         "the planner runs single blocks, which all ranks would have to gather together; use"
-        " gradient_checkpointing='full' or 'selective'"
+        " memory.checkpoint='full' or 'selective'"
     )
     acts_without_sites: ClassVar[bool] = True  # in a roomy budget every block stays as it is
 
@@ -87,13 +87,13 @@ class MemoryBudget(GradientCheckpointing):
         checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"]
         if checkpointing != "off":
             raise ValueError(
-                f"memory_budget={settings.budget!r} with gradient_checkpointing={checkpointing!r}: a budget plans what"
+                f"memory.budget={settings.budget!r} with memory.checkpoint={checkpointing!r}: a budget plans what"
                 " each block does itself. Give one of the two."
             )
         if compiled != "off":
             raise ValueError(
-                f"memory_budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
-                " eagerly, and changes what they do. Give compile='off', or gradient_checkpointing='selective' or"
+                f"memory.budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
+                " eagerly, and changes what they do. Give compile='off', or memory.checkpoint='selective' or"
                 " 'full' in place of the budget."
             )
 
@@ -108,7 +108,7 @@ class MemoryBudget(GradientCheckpointing):
         fixed = FixedMemory.of(model)
         if fixed.total > budget:
             raise ValueError(
-                f"memory_budget={self._plan.budget!r}: {format_bytes(budget)} do not hold the"
+                f"memory.budget={self._plan.budget!r}: {format_bytes(budget)} do not hold the"
                 f" model itself. Parameters, gradients and buffers are {format_bytes(fixed.total)} ({fixed.total}"
                 " bytes), and the optimizer's state and activations come on top. Give a larger budget."
             )

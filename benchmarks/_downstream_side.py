@@ -79,7 +79,6 @@ class Watch:
             self._stand_in(lightning)
 
     def _stand_in(self, lightning: Any) -> None:
-        from lightning_accel.settings import Plan
         from lightning_accel import AccelPlugin
 
         fit = lightning.Trainer.fit
@@ -104,7 +103,7 @@ class Watch:
 
 def added(library: str, side: str) -> dict[str, Any]:
     """To the Trainer's arguments."""
-    from lightning_accel import AccelPlugin
+    from lightning_accel import AccelPlugin, Plan
 
     if side == PLAIN:
         return {}

@@ -33,24 +33,13 @@ STEPS = 250  # that live trials are told of; they need fewer
 TASKS = (partial(mlp, batch_size=16, width=64), partial(lstm, batch_size=4, seq_len=8, width=32))
 
 
-@dataclass(frozen=True, kw_only=True)
-class NothingPlan:
-    """A technique that does nothing.
-
-    Attributes:
-        mode: ``"auto"`` or ``"off"``.
-    """
-
-    mode: Literal["auto", "off"] = "auto"
-
-
 class Nothing(Technique):
     """Three arms that change nothing at all."""
 
     acts_without_sites = True
 
     @classmethod
-    def from_settings(cls, settings: NothingPlan, context: BuildContext) -> Nothing:
+    def from_settings(cls, settings: Any, context: BuildContext) -> Nothing:
         return cls()
 
     def arms(self) -> Iterator[Arm]:
@@ -74,9 +63,9 @@ class Search:
 def false_wins(runs: int) -> tuple[Search, Search]:
     """Both searches in ``runs`` plain runs each."""
     live, chunks = Search("live trials"), Search("greedy search")
-    register("nothing", settings=NothingPlan, default="auto")(Nothing)
-    alone = Plan.from_dict(
-        {"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "precision": "32-true"}
+    register("nothing", options=Literal["auto", "off"], default="auto")(Nothing)
+    alone = Plan().replace(
+        **{"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "precision": "32-true"}
     )
     try:
         for make in itertools.islice(itertools.cycle(TASKS), runs):

@@ -29,6 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from typing_extensions import override
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.options import choices_of
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
@@ -136,13 +137,18 @@ def gpt() -> tuple[Any, Any]:
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"digits": digits, "bytes_gpt": gpt}
 
 
+_NOT_SHOWN = ("auto", "rowwise_with_gw_hp", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_NUMBERS = {"padding": (64,), "memory_budget": ("12GiB",), "threads": (1,), "sparse_activations": ("auto",)}
+
+
 def rows() -> Iterator[tuple[str, dict[str, Any] | None, float]]:
     """Names, settings and tolerances: plain, each technique with what it declares worth showing, several together."""
     yield "plain", None, TOLERANCE
     off = {name: declaration.off for name, declaration in declarations().items()}
     for name, declaration in declarations().items():
-        for value in dict.fromkeys((declaration.default, *declaration.shown)):
-            if not declaration.is_off(value):
+        choices = [one for one in choices_of(declaration.switch_type) if one not in _NOT_SHOWN]
+        for value in dict.fromkeys((declaration.switch(declaration.default), *choices, *_NUMBERS.get(name, ()))):
+            if value != declaration.off:
                 yield (
                     f"{name}={value}",
                     off | {name: value, "trust": "checked"},

@@ -83,4 +83,7 @@ def __getattr__(name: str) -> object:
     # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name.endswith("Plugin"):  # as Lightning's command line asks for it
+        import_module(f"{__name__}.lightning.parser_errors").answer_in_one_line()
+    return found

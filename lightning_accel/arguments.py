@@ -196,7 +196,7 @@ class Arguments:
         trust: Trust = "measured",
         report: bool | str | PathLike[str] = True,
         strict: bool = False,
-        **unknown: Never,
+        **others: Never,
     ) -> None:
         """
         Args:
@@ -224,12 +224,12 @@ class Arguments:
                 callback does; ``False`` does not. A file that ends in ``.html``, ``.md`` or ``.json``: each fit leaves
                 its report there, too, or beside the run's record where that cannot be written.
             strict: Raise where the default is to warn and go on.
-            unknown: There are no others; the answer names the nearest.
+            others: There are none; the answer names the nearest.
         """
         settings = {name: value for name, value in locals().items() if name in DEFAULTS}
         try:
-            for name in unknown:
-                raise TypeError(_unknown(type(self).__name__, name, unknown[name]))
+            for name, value in others.items():
+                raise TypeError(unknown(type(self).__name__, name, value))
             self._configure(settings)
         except (TypeError, ValueError) as error:
             Arguments.complaint = str(error)
@@ -249,8 +249,8 @@ Arguments.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defin
 )
 
 
-def _unknown(owner: str, name: str, value: Any) -> str:
-    """The answer to an argument that there is not."""
+def unknown(owner: str, name: str, value: Any) -> str:
+    """The answer to a setting that there is not."""
     if name in declarations():
         return f"{owner} has no setting {name!r}: {written(name, value)} sets it."
     return f"{owner} has no setting {name!r}{nearest(name, list(DEFAULTS)) or '.'} Allowed: {', '.join(DEFAULTS)}."

@@ -52,7 +52,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, kind in hints(type(self)).items():
-            object.__setattr__(self, name, read(f"{self.owner}.{name}", getattr(self, name), kind))
+            value = read(f"{self.owner}.{name}", getattr(self, name), kind)
+            object.__setattr__(self, name, value.short() if isinstance(value, Options) else value)
 
     @classmethod
     def switch(cls) -> str:

@@ -24,6 +24,7 @@ from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.registry import register
 
 OffloadingSetting = Literal["host", "disk", "auto", "off"]
+Folder = Annotated[str, Rule("a folder that exists", lambda name, folder: Path(folder).is_dir())] | None
 
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
@@ -45,7 +46,7 @@ class OffloadingOptions(Options, owner="memory.offload"):
 
     to: OffloadingSetting = "auto"
     min_bytes: Annotated[int | str, Rule("an int of bytes, or text such as '256KiB'", parse_bytes)] = 1 << 20
-    folder: Annotated[str, Rule("a folder that exists", lambda name, folder: Path(folder).is_dir())] | None = None
+    folder: Folder = None
 
     @property
     def always(self) -> bool:

@@ -95,9 +95,7 @@ def test_every_step_of_a_trial_trains() -> None:
     assert len(model.seen) == 200
 
 
-@pytest.mark.parametrize(
-    "settings", [{"accel": {"trust": "checked"}}, {"accel": {"trust": "checked"}}, {"deterministic": True}]
-)
+@pytest.mark.parametrize("settings", [{"accel": {"trust": "checked"}}, {"deterministic": True}])
 def test_told_not_to_nothing_is_decided_by_the_clock(settings: dict[str, Any], determinism_restored: None) -> None:
     with simulated(0.5) as time:
         model = Timed(time)

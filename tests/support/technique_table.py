@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_accel.assembly import AcceleratedModel, accelerate, build_context
 from lightning_accel.core import trial
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import choices_of
 from lightning_accel.data import Map
 from lightning_accel.memory import eight_bits
 from lightning_accel.memory.packer import Packer
@@ -25,6 +26,7 @@ from lightning_accel.techniques.loss import technique as loss
 from lightning_accel.techniques.registry import Declaration, declarations
 from lightning_accel.techniques.sparse_activations import SparseActivations
 from support.models import TASKS, TEXT, Task
+from support.shown_values import shown_values
 from support.simulated_graphs import SimulatedGraphs
 
 T = TypeVar("T", bound=Technique)
@@ -161,8 +163,10 @@ def alone() -> dict[str, Row]:
     """Every technique with its default, with ``"auto"`` and with what it declares to be worth showing: all but off."""
     rows = {}
     for name, declaration in declarations().items():
-        for value in dict.fromkeys((declaration.default, *_auto(declaration), *declaration.shown)):
-            host = None if declaration.is_off(value) else _host_of(declaration, value)
+        for value in dict.fromkeys(
+            (declaration.switch(declaration.default), *_auto(declaration), *shown_values(declaration))
+        ):
+            host = None if value == declaration.off else _host_of(declaration, value)
             if host is not None:
                 tolerance = 0.03 if value == "16-mixed" else TOLERANCES[declaration.exactness]
                 rows[f"{name}={value}"] = Row(_settings(name, value), name, tolerance, host)
@@ -170,8 +174,7 @@ def alone() -> dict[str, Row]:
 
 
 def _auto(declaration: Declaration) -> tuple[str, ...]:
-    kinds = (declaration.switch_type, *get_args(declaration.switch_type))
-    return ("auto",) if any("auto" in get_args(kind) for kind in kinds) else ()
+    return ("auto",) if "auto" in choices_of(declaration.switch_type) else ()
 
 
 def _settings(name: str, value: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_a_second_backward_pass_through_an_overwritten_graph_is_an_error() -> No
     loss.backward(retain_graph=True)
     with run.engine.step():
         run.model(torch.ones(3, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="compile.graphs='off' where a graph is retained"):
+    with pytest.raises(RuntimeError, match=r"compile\.graphs='off' where a graph is retained"):
         loss.backward()
 
 

@@ -15,6 +15,7 @@ from lightning_accel.core.tree import map_tensors
 from lightning_accel.techniques.loss import technique as loss
 from lightning_accel.techniques.registry import declarations
 from support.models import TASKS, TEXT, Task
+from support.shown_values import shown_values
 from support.technique_table import ALL, HOST_MEMORY, off
 
 pytestmark = [
@@ -27,7 +28,7 @@ FIRST_STEPS = 8  # in which techniques are tried, blocks captured and compiled, 
 SETTINGS: dict[str, dict[str, Any]] = {
     f"{name}={value}": {name: HOST_MEMORY if value == "host" else value}
     for name, declaration in declarations().items()
-    for value in dict.fromkeys((declaration.default, *declaration.shown))
+    for value in dict.fromkeys((declaration.switch(declaration.default), *shown_values(declaration)))
     if not declaration.is_off(value)
 } | {"all": ALL}
 

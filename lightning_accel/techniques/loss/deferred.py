@@ -71,7 +71,8 @@ class Family:
             raise EditError(
                 "loss",
                 "The weight or the input of a linear head was changed in place after the head was called, and before"
-                " its logits were read; they were left out until then. Read them before the change, or set techniques.loss='off'.",
+                " its logits were read; they were left out until then. Read them before the change, or set"
+                " techniques.loss='off'.",
             )
 
     @contextmanager
@@ -180,7 +181,8 @@ class DeferredLogits(Tensor):
         if name.endswith("_") and not name.endswith("__"):
             raise EditError(
                 "loss",
-                f"{name} would change logits in place that were left out so far. Read them before, or set techniques.loss='off'.",
+                f"{name} would change logits in place that were left out so far. Read them before, or set"
+                " techniques.loss='off'.",
             )
 
         def values(tensor: Tensor) -> Tensor:

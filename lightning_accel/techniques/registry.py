@@ -187,10 +187,13 @@ def _in_order(declared: Mapping[str, Declaration]) -> dict[str, Declaration]:
         name: {*one.after, *(other.name for other in declared.values() if name in other.before)}
         for name, one in declared.items()
     }
-    left = dict(declared)
+    # Not in the order of imports: the package's by their files, then others as they were declared.
+    files = {name: one.technique.__module__ for name, one in declared.items()}
+    own = sorted((name for name in declared if files[name].startswith(f"{__package__}.")), key=files.__getitem__)
+    left = {name: declared[name] for name in (*own, *declared)}
     ordered: dict[str, Declaration] = {}
     while left:
-        # Of those that may come now, the first that was declared: a new technique moves no other one.
+        # Of those that may come now, the first: a new technique moves no other one.
         name = next((name for name in left if not waits_for[name] & left.keys()), None)
         if name is None:
             raise ValueError(f"Each of these techniques is declared to come after another of them: {', '.join(left)}.")
@@ -207,9 +210,9 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def documented(kind: type[Any]) -> dict[str, str]:
-    """What the docstring of ``kind`` says under ``Attributes:``, by attribute."""
+def documented(kind: Any) -> dict[str, str]:
+    """What a docstring says under ``Attributes:`` or ``Args:``, by name."""
     text = inspect.getdoc(kind) or ""
-    section = re.search(r"^Attributes:\n((?:(?:    .*)?\n?)*)", text, re.MULTILINE)
+    section = re.search(r"^(?:Attributes|Args):\n((?:(?:    .*)?\n?)*)", text, re.MULTILINE)
     entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:     .*\n?)*)", section[1] if section else "", re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in entries}

@@ -29,25 +29,26 @@ def complain(parser: Any, line: str) -> None:
 
 
 def answer_in_one_line() -> None:
-    """Has the parsers of those of Lightning's command lines that are imported do so."""
+    """Has those of Lightning's command lines that are imported do so."""
     for package in ("lightning.pytorch.cli", "pytorch_lightning.cli"):
-        kind = getattr(sys.modules.get(package), "LightningArgumentParser", None)
-        if kind is None or "instantiate_classes" in vars(kind):
-            continue
-        for name in ("error", "instantiate_classes"):
-            setattr(kind, name, _in_one_line(getattr(kind, name)))
+        module = sys.modules.get(package)
+        for name, method in (("LightningArgumentParser", "error"), ("LightningCLI", "instantiate_classes")):
+            kind = getattr(module, name, None)
+            if kind is not None and not hasattr(getattr(kind, method), "is_in_one_line"):
+                setattr(kind, method, _in_one_line(getattr(kind, method)))
 
 
 def _in_one_line(original: Any) -> Any:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if original.__name__ == "error" and (line := answer(str(args[0]))):
+        if args and (line := answer(str(args[0]))):
             complain(self, line)
         try:
             return original(self, *args, **kwargs)
         except ValueError as error:
             if line := answer(str(error)):
-                complain(self, line)
+                complain(self.parser, line)
             raise
 
+    method.is_in_one_line = True  # type: ignore[attr-defined]
     return method

@@ -345,7 +345,7 @@ def test_elsewhere_it_is_not_to_be_had(kind: Any) -> None:
 def test_with_a_compiler_the_way_to_its_own_graphs_is_named() -> None:
     with pytest.raises(ValueError, match=r"compile.graphs='on' with compile='on'.*reduce-overhead"):
         Plan(compile={"graphs": "on", "mode": "on"})
-    assert AccelPlugin(compile={"graphs": "auto"}).plan.graphs == "auto"
+    assert AccelPlugin(compile={"graphs": "auto"}).plan.of("graphs") == "auto"
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------

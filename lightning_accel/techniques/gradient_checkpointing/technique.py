@@ -100,8 +100,8 @@ class GradientCheckpointing(Technique):
         if not self._blocks:
             switch, value = self._asked()
             raise ValueError(
-                f"{self.name}={value!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name some:"
-                f" {self.name}={{{switch!r}: {value!r}, 'blocks': ['MyBlock', 'encoder.mid']}}."
+                f"memory.{switch}={value!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name some:"
+                f" memory=MemoryOptions({switch}={value!r}, blocks=['MyBlock', 'encoder.mid'])."
             )
         for site, block in self._blocks.items():
             if isinstance(block, torch.jit.ScriptModule):
@@ -125,7 +125,7 @@ class GradientCheckpointing(Technique):
         return dict.fromkeys(self._find_blocks(model), why)
 
     def _asked(self) -> tuple[str, Any]:
-        return "mode", self._mode
+        return "checkpoint", self._mode
 
     def _find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         # Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save

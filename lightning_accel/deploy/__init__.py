@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_accel.deploy.comparing import Comparison as Comparison
     from lightning_accel.deploy.comparing import Measured as Measured
-    from lightning_accel.deploy.comparing import compare as compare
+    from lightning_accel.deploy.comparing import compare_forms as compare_forms
     from lightning_accel.deploy.errors import DynamicDimensionError as DynamicDimensionError
     from lightning_accel.deploy.errors import ExportError as ExportError
     from lightning_accel.deploy.errors import QuantizeError as QuantizeError
@@ -27,7 +27,7 @@ _HOMES = {
     "MissingPackageError": "int8",
     "QuantizeError": "errors",
     "Quantized": "quantizing",
-    "compare": "comparing",
+    "compare_forms": "comparing",
     "export": "exporting",
     "quantize": "quantizing",
 }

@@ -78,7 +78,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` has found.
+    """What :func:`compare_forms` has found.
 
     Attributes:
         forms: Name → what was measured; the first is ``"eager"``, the original.
@@ -106,7 +106,7 @@ class Comparison:
         return found
 
 
-def compare(
+def compare_forms(
     model: nn.Module,
     forms: Sequence[str],
     loader: Iterable[Any],

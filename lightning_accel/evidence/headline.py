@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lightning_accel.core.byte_size import format_bytes
-from lightning_accel.evidence.compare import compare
+from lightning_accel.evidence.compare import compare_runs
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Record
@@ -149,7 +149,7 @@ def outcomes_of(
         try:
             found = diagnose(before, peaks if is_same_machine else None)
             done = [one for one in found if (one.speedup or 1.0) > _WORTH and one.name not in now]
-            speed = compare(before, record).speed if done else None
+            speed = compare_runs(before, record).speed if done else None
         except MALFORMED:  # another's record that is damaged, or not of this training: nothing of this run
             continue
         if speed is None:

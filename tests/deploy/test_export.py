@@ -13,7 +13,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, compare, export, quantize
+from lightning_accel.deploy import (
+    DynamicDimensionError,
+    ExportError,
+    MissingPackageError,
+    compare_forms,
+    export,
+    quantize,
+)
 from lightning_accel.deploy.agreement import by_what_int8_loses
 from lightning_accel.deploy.combinations import HOLDS, Mode
 from support.models import TASKS, TEXT, TinyCNN
@@ -230,7 +237,7 @@ def test_a_form_that_does_not_hold_these_numbers_is_an_error_that_says_which_do(
     with pytest.raises(ValueError, match=message):
         export(made, x, form)
     with pytest.raises(ValueError, match=message):
-        compare(model, [f"{form}+{mode}"], [x])
+        compare_forms(model, [f"{form}+{mode}"], [x])
 
 
 def test_the_page_has_the_table_of_what_each_form_holds() -> None:

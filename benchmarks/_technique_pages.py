@@ -126,8 +126,14 @@ def _page(name: str) -> str:
     text = (DOCS / "techniques" / f"{name}.md").read_text(encoding="utf-8")
     row = [f"`{_place(name)}`", _default(name), declarations()[name].exactness]
     table = markdown(("setting", "default", "numbers"), [row])
-    text = filled(text, "setting", f"{table}\n\nValues: {_plainly(declarations()[name].doc)}")
+    text = filled(text, "setting", f"{table}\n\nValues: {_plainly(_doc(name))}")
     return filled(text, "measured", "\n\n".join(_figures(name)))
+
+
+def _doc(name: str) -> str:
+    """What the values of a technique mean, from where it is set."""
+    setting, *options = place_of(name)
+    return documented(WITH_OPTIONS[setting])[options[0]] if options else declarations()[name].doc
 
 
 def _place(name: str) -> str:

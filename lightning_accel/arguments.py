@@ -33,8 +33,9 @@ class PrecisionOptions(Options):
         format: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on older
             CUDA cards, else float32. ``"off"`` is ``"32-true"``.
         matmul: Of products of float32 matrices: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
-            ``torch.set_float32_matmul_precision``; ``"auto"`` takes what the machine has, where ``format`` is
-            ``"auto"``, too, and nobody has set it.
+            ``torch.set_float32_matmul_precision``: TF32 on NVIDIA's cards from Ampere on, and on CPUs with AVX512-BF16
+            or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``format`` is ``"auto"``, too,
+            nobody has set it, and the model does not switch autocast off to compute something in float32.
     """
 
     format: PrecisionFormat = "auto"
@@ -119,7 +120,9 @@ class LoaderOptions(Options):
             workers from epoch to epoch while that is faster: in the same order, and only for data that draw no random
             numbers and do not change as they are read. ``"on"`` is ``"auto"``.
         padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest that
-            the device's kernels like and that makes a batch at most an eighth longer.
+            the device's kernels like and that makes a batch at most an eighth longer. Batches are mappings as
+            transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and ``labels`` of
+            which the loss ignores -100. Only while steps draw no random numbers: dropout would draw others.
         group_by_length: Whether batches are also made of samples of like length, so that there is less to pad. **It
             changes the training**: which samples come together. Each is used as often as before.
     """

@@ -40,12 +40,6 @@ _MOST_ANEW = 8  # times that a kind of block may be compiled anew, as torch has 
     "compile",
     options=CompileSetting,
     default="off",
-    doc=(
-        '``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find whole '
-        "steps to be faster, and the run is long enough to win back what compiling takes, and on NVIDIA GPUs "
-        "has CUDA graphs of the compiled blocks where that is faster still; or a mode of "
-        ":func:`torch.compile`."
-    ),
     after="gradient_checkpointing",
     exactness="rounding",
 )

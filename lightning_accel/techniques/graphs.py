@@ -54,11 +54,6 @@ class GraphPatch(MethodPatch):
     "graphs",
     options=Literal["auto", "on", "off"],
     default="off",
-    doc=(
-        '``"off"``; ``"on"`` captures the repeated blocks, forward and backward, and replays them where '
-        'shapes stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory '
-        "worth it."
-    ),
     after="gradient_checkpointing",
     before="compile",
     exactness="rounding",

@@ -25,11 +25,6 @@ _ONE_EPOCH = (
     "loader",
     options=Literal["auto", "off"],
     default="off",
-    doc=(
-        '``"auto"`` measures in the first epoch of a Trainer\'s run how long it waits for data, and tries more '
-        "workers from epoch to epoch while that is faster: in the same order, and only for data that draw no "
-        'random numbers and do not change as they are read. ``"off"``.'
-    ),
     after="preprocess",
     exactness="exact",
 )

@@ -137,14 +137,6 @@ def _with_autocast() -> set[str]:
     "matmul_precision",
     options=MatmulPrecisionSetting,
     default="auto",
-    doc=(
-        '``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of '
-        "``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs "
-        'with AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where '
-        '``precision`` is ``"auto"``, too, nobody has set this precision, and the model does not switch '
-        "autocast off to compute something in float32; and has it from a training step to the next step that "
-        "does not train."
-    ),
     after="precision",
     before="compile",
     exactness="precision",

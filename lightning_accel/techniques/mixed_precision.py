@@ -166,10 +166,6 @@ class Autocast:
     options=PrecisionSetting,
     default="auto",
     off="32-true",
-    doc=(
-        '``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on '
-        "older CUDA cards, else float32."
-    ),
     after="preprocess",
     exactness="precision",
 )

@@ -47,17 +47,7 @@ Multiple = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PaddingOptions(Options, owner="loader.padding"):
-    """What ``LoaderOptions(padding=, group_by_length=)`` comes to.
-
-    Attributes:
-        multiple: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest
-            that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``. Batches are
-            mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and
-            ``labels`` of which the loss ignores -100. From the second step on, and only while steps draw no random
-            numbers: for other shapes dropout would draw others.
-        group_by_length: Whether batches of a Trainer's training are also made of samples of like length, so that there
-            is less to pad. **It changes the training**: which samples come together. Each is used as often as before.
-    """
+    """What ``LoaderOptions(padding=, group_by_length=)`` comes to."""
 
     multiple: Multiple = "off"
     group_by_length: bool = False

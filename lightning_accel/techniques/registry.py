@@ -122,7 +122,7 @@ def register(
             options=options,
             default=options() if has_options else default,
             off=off,
-            doc=documented(options)[options.switch()] if has_options else doc,
+            doc=doc or (documented(options).get(options.switch(), "") if has_options else ""),
             after=(after,) if isinstance(after, str) else after,
             before=(before,) if isinstance(before, str) else before,
             exactness=exactness,

@@ -30,10 +30,6 @@ SparseSetting = Literal["auto", "off"]
     "sparse_activations",
     options=SparseSetting,
     default="off",
-    doc=(
-        '``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where that is worth its '
-        'time; ``"off"``.'
-    ),
     after="memory_format",
     exactness="exact",
 )

@@ -231,7 +231,7 @@ class Arguments:
         """
         settings = {name: value for name, value in locals().items() if name in DEFAULTS}
         try:
-            for name, value in others.items():
+            for name, value in dict[str, Any](others).items():
                 raise TypeError(unknown(type(self).__name__, name, value))
             self._configure(settings)
         except (TypeError, ValueError) as error:

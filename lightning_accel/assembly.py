@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import Options
 from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
 from lightning_accel.memory.schedule import MemorySchedule
@@ -20,7 +21,7 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
-from lightning_accel.techniques.registry import declarations
+from lightning_accel.techniques.registry import declarations, plain
 from lightning_accel.tuning.loop import LoopTuning
 from lightning_accel.tuning.tuning_result import Tuning
 
@@ -70,6 +71,12 @@ class NamedFallback:
 
     name: str
     fallback: OomFallback
+
+    @property
+    def settings(self) -> Any:
+        """As plain values, for checkpoints: ``"full"``, or a mapping where that does not say it."""
+        settings = self.fallback.settings
+        return plain(settings.short() if isinstance(settings, Options) else settings)
 
     @property
     def plan(self) -> Plan:

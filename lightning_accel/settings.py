@@ -188,7 +188,8 @@ def _by_name(setting: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         example = {"techniques": "{'loss': 'off'}", "lossy": "{'float8': 'tensorwise'}"}[setting]
         raise TypeError(f"{setting}={values!r}: give a mapping of a technique's name to its value, such as {example}.")
-    declared, found = declarations(), {}
+    declared = declarations()
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if name not in declared:
             allowed = [one for one in declared if place_of(one) == (setting,)]
@@ -202,7 +203,7 @@ def _by_name(setting: str, values: Any) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return value.short() if hasattr(value, "short") else value
+    return value.short() if isinstance(value, Options) else value
 
 
 def without_answers(memory: Any) -> MemoryOptions:

@@ -84,11 +84,13 @@ class Options:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
 
-@functools.cache
-def hints(kind: type[Any]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     """The annotations of a class's fields, with what ``Annotated`` says."""
     found = get_type_hints(kind, include_extras=True)
     return {field.name: found[field.name] for field in fields(kind)}
+
+
+hints: Callable[[Any], dict[str, Any]] = functools.cache(_hints)
 
 
 def read(name: str, value: Any, kind: Any, more: str = "") -> Any:

@@ -101,8 +101,7 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-stub: $(STAMP)  ## Write what editors see of the settings, and the schema of reports: after either was changed
-	$(BIN)/python tests/arguments_stub.py
+stub: $(STAMP)  ## Write the schema of reports, after it was changed
 	$(BIN)/python tests/report_schema.py
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream apart (80 minutes on 2 slow cores, and an hour for tuning.py)

@@ -103,11 +103,15 @@ class Watch:
 
 def added(library: str, side: str) -> dict[str, Any]:
     """To the Trainer's arguments."""
-    from lightning_accel import AccelPlugin
+    from lightning_accel import AccelPlugin, Plan
 
     if side == PLAIN:
         return {}
-    return {"strategy": "accel"} if library in OWN_PRECISION else {"plugins": [AccelPlugin(**SETTINGS[side])]}
+    return (
+        {"strategy": "accel"}
+        if library in OWN_PRECISION
+        else {"plugins": [AccelPlugin.from_plan(Plan().replace(**SETTINGS[side]))]}
+    )
 
 
 def fits(title: str, side: str, number: int, folder: Path, pipe: Connection) -> None:

@@ -74,7 +74,7 @@ def trained_encoder(merged_epochs: int, epochs: int, **sizes: int) -> tuple[Enco
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.05, fused=True)
     steps = (merged_epochs + epochs) * len(training)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LR, total_steps=steps)
-    handle = accelerate(model, Plan(inplace_activations=False, tune="off"))
+    handle = accelerate(model, Plan(techniques={"inplace_activations": False}, trust="checked"))
     for epoch in range(merged_epochs + epochs):
         model.merges = epoch < merged_epochs
         for index in torch.randperm(len(training)).tolist():

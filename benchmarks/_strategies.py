@@ -64,7 +64,7 @@ def step_times(model: LightningModule, tokens: Tensor, strategy: Any, *, steps: 
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     times = StepTimes()
-    given: dict[str, Any] = {"plugins": [AccelPlugin(flash_attention="off", log=False)], **options}
+    given: dict[str, Any] = {"plugins": [AccelPlugin(techniques={"flash_attention": "off"}, report=False)], **options}
     trainer = Trainer(
         strategy=strategy,
         max_steps=WARM_UP + steps,

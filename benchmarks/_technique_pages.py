@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.arguments import arguments
+from lightning_accel.arguments import DEFAULTS, Arguments, place_of
+from lightning_accel.arguments import GROUPS as WITH_OPTIONS
 from lightning_accel.claims.machine import title
-from lightning_accel.techniques.registry import declarations
+from lightning_accel.techniques.registry import declarations, documented
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -60,7 +61,10 @@ def _added(*starts: str) -> Figures:
 MEASURED = {
     "flash_attention": (_added("flash_attention"), Figures("attention_cpu", starts=("hand-written",))),
     "loss": (Figures("linear_cross_entropy", columns=(0, 1, 2, 3, 4, 6, 7, 8, 9, 13, 14, 15, 16)),),
-    "optimizer": (_added("optimizer="), Figures("optimizer_steps", starts=("a GPT's",), columns=(0, 1, 2, 3, 4, 5))),
+    "optimizer": (
+        _added("optimizer="),
+        Figures("optimizer_steps", starts=("a GPT's",), columns=(0, 1, 2, 3, 4, 5)),
+    ),
     "compile": (_added("compile"), Figures("second_run", columns=(0, 1, 2, 3, 6, 7))),
     "memory_budget": (Figures("memory_budget"),),
     "gradient_checkpointing": (
@@ -120,10 +124,23 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _page(name: str) -> str:
     text = (DOCS / "techniques" / f"{name}.md").read_text(encoding="utf-8")
-    row = [f"`{name}`", _default(name), declarations()[name].exactness]
+    row = [f"`{_place(name)}`", _default(name), declarations()[name].exactness]
     table = markdown(("setting", "default", "numbers"), [row])
-    text = filled(text, "setting", f"{table}\n\nValues: {_documented(name)}")
+    text = filled(text, "setting", f"{table}\n\nValues: {_plainly(_doc(name))}")
     return filled(text, "measured", "\n\n".join(_figures(name)))
+
+
+def _doc(name: str) -> str:
+    """What the values of a technique mean, from where it is set."""
+    setting, *options = place_of(name)
+    return documented(WITH_OPTIONS[setting])[options[0]] if options else declarations()[name].doc
+
+
+def _place(name: str) -> str:
+    """Where a technique is set, as flags write it."""
+    setting, *options = place_of(name)
+    last = name if setting in ("techniques", "lossy") else (options or [""])[0]
+    return ".".join(filter(None, [setting, last]))
 
 
 def _overview() -> str:
@@ -135,33 +152,42 @@ def _overview() -> str:
             what = text.splitlines()[0].partition(": ")[2]
             link = f"[`{name}`]({name}.md)"
             words = (what, _section(text, "When it helps"), _section(text, "When it does not"))
-            rows.append([link, _default(name), declarations()[name].exactness, *words])
-        columns = ("setting", "default", "numbers", "what it does", "when it helps", "when it does not")
+            rows.append([link, f"`{_place(name)}`", _default(name), declarations()[name].exactness, *words])
+        columns = ("technique", "setting", "default", "numbers", "what it does", "when it helps", "when it does not")
         parts.append(f"## {group}\n\n{markdown(columns, rows)}")
     return "\n\n".join(parts)
 
 
 def _settings() -> str:
-    techniques = declarations()
-    rows = []
-    for name in arguments():
-        link = f"[`{name}`](../techniques/{name}.md)" if name in techniques else f"`{name}`"
-        rows.append([link, _default(name), _documented(name)])
-    return markdown(("setting", "default", "values"), rows)
+    docs = documented(Arguments.__init__)
+    rows = [[f"`{name}`", f"`{_yaml(value)}`", _plainly(docs[name])] for name, value in DEFAULTS.items()]
+    parts = [markdown(("setting", "default", "values"), rows)]
+    for setting, options in WITH_OPTIONS.items():
+        docs = documented(options)
+        rows = [[f"`{setting}.{name}`", f"`{_yaml(getattr(options(), name))}`", _plainly(docs[name])] for name in docs]
+        parts.append(f"## `{options.__name__}`\n\n{markdown(('option', 'default', 'values'), rows)}")
+    rows = [
+        [f"[`{name}`](../techniques/{name}.md)", f"`{_place(name)}`", _default(name), _plainly(one.doc)]
+        for name, one in declarations().items()
+        if len(place_of(name)) == 1 and name != "preprocess"
+    ]
+    parts.append(f"## Techniques by their names\n\n{markdown(('technique', 'setting', 'default', 'values'), rows)}")
+    return "\n\n".join(parts)
 
 
 def _default(name: str) -> str:
-    if name in declarations():
-        declaration = declarations()[name]
-        return f"`{declaration.write(declaration.default) or []}`"
-    default = arguments()[name][1]
-    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    declaration = declarations()[name]
+    return f"`{_yaml(declaration.switch(declaration.default))}`"
 
 
-def _documented(name: str) -> str:
-    """What the docstring says of a setting, in Markdown."""
-    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?([\w]+)`", r"`\1`", arguments()[name][2])
-    return text.replace("``", "`")
+def _yaml(value: Any) -> str:
+    """A default as YAML has it."""
+    return "[]" if value == () else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plainly(text: str) -> str:
+    """What a docstring says, in Markdown."""
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?([\w]+)`", r"`\1`", text).replace("``", "`")
 
 
 def _section(text: str, heading: str) -> str:

@@ -240,7 +240,7 @@ def settled_loop(
     loop.close()
     del loop
     gc.collect()
-    loop = AcceleratedLoop(make(), plan.replace(tune="off"))
+    loop = AcceleratedLoop(make(), plan.replace(trust="checked"))
     loop.put(found.choices)
     return loop, found
 

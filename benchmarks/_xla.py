@@ -32,6 +32,7 @@ def measure(settings: dict[str, Any] | None) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     from lightning_accel import AccelXLAPlugin
+    from lightning_accel.settings import Plan
     from support.xla_runs import counted, trainer
 
     class Text(LightningModule):
@@ -59,7 +60,7 @@ def measure(settings: dict[str, Any] | None) -> dict[str, Any]:
     batches = [{"input_ids": one, "attention_mask": torch.ones_like(one), "labels": one.clone()} for one in ids]
     seed_everything(0)
     module = Text()
-    running = trainer(*([] if settings is None else [AccelXLAPlugin(**settings)]))
+    running = trainer(*([] if settings is None else [AccelXLAPlugin.from_plan(Plan().replace(**settings))]))
     began = time.perf_counter()
     running.fit(module, DataLoader(batches, batch_size=None))
     last = float(module.last)

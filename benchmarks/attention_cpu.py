@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.measure import interleaved_ms
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
 
@@ -131,7 +131,10 @@ class Table:
 
 def attention_plan(backend: str) -> Plan:
     """Flash attention and nothing else."""
-    return Plan(flash_attention=backend, precision="32-true", memory_format="off", inplace_activations=False)
+    return Plan(
+        precision="32-true",
+        techniques={"flash_attention": backend, "memory_format": "off", "inplace_activations": False},
+    )
 
 
 def training_pass(module: nn.Module, x: Tensor, step: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -167,7 +170,7 @@ def as_slowdown(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}%"
 
 
-def decision(handle: Handle) -> str:
+def decision(handle: AcceleratedModel) -> str:
     """Where the one site of a model goes: the name of a backend, or ``original``."""
     verdicts = handle.engine.decisions["flash_attention"].values()
     return ", ".join(sorted({choice for verdict in verdicts for choice in verdict.choices.values()})) or "refused"

@@ -18,7 +18,7 @@ from _measure import publish
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 512, 8, 12, 8, 256
@@ -56,10 +56,14 @@ def measure(dropout: float) -> tuple[list[list[str]], dict[str, Any]]:
         model = nn.Sequential(*(Block(dropout) for _ in range(BLOCKS))).to(device)
         handle = accelerate(
             model,
-            Plan(precision="32-true", gradient_checkpointing=mode, flash_attention="off", inplace_activations=False),
+            Plan(
+                precision="32-true",
+                memory={"checkpoint": mode},
+                techniques={"flash_attention": "off", "inplace_activations": False},
+            ),
         )
 
-        def step(model: nn.Module = model, handle: Handle = handle) -> None:
+        def step(model: nn.Module = model, handle: AcceleratedModel = handle) -> None:
             with handle.step():
                 loss = model(inputs).square().mean()
             loss.backward()

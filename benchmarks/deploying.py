@@ -21,7 +21,7 @@ from _served_models import accuracy, demo_models, trained_encoder
 from _served_rows import COLUMNS, rows_of, without_folders
 from torch import Tensor, nn
 
-from lightning_accel.deploy import compare, form_latency
+from lightning_accel.deploy import compare_forms, form_latency
 from lightning_accel.experiment.tolerance import deviation
 
 SECONDS = 4.0
@@ -76,9 +76,9 @@ def main() -> None:
         [name for name in names if not small or not name.startswith(("aoti", "openvino"))]
         for names in (ENCODER_FORMS, DEMO_FORMS)
     )
-    found = {ENCODER: compare(encoder, encoder_forms, testing, accuracy(), batch_sizes=(1,), seconds=seconds)}
+    found = {ENCODER: compare_forms(encoder, encoder_forms, testing, accuracy(), batch_sizes=(1,), seconds=seconds)}
     for name, (model, batches) in demo_models(small).items():
-        found[name] = compare(model, demo_forms, batches, batch_sizes=(1,), seconds=seconds)
+        found[name] = compare_forms(model, demo_forms, batches, batch_sizes=(1,), seconds=seconds)
     command = "python benchmarks/deploying.py" + (f" --seconds {seconds:g}" if seconds != SECONDS else "")
     rows = [one for name, comparison in found.items() for one in rows_of(name, comparison)]
     details = {name: comparison.to_dict()["forms"] for name, comparison in found.items()}

@@ -40,6 +40,7 @@ from lightning_accel.data import (
     RandomHorizontalFlip,
     Transform,
 )
+from lightning_accel.settings import Plan
 
 BATCH, SIZE, STEPS, WARM_UP, ROUNDS, SHARE = 64, 64, 40, 10, 7, 0.6
 TRACED = 6  # steps in the picture
@@ -138,8 +139,8 @@ def fit(how: str, depth: int) -> tuple[float, Trace]:
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), BATCH, drop_last=True)
     loader = DataLoader(data, sampler=sampler, batch_size=None)
     chain = [] if how == "ready" else [noted("preprocess begins"), *CHAIN, noted("preprocess ends")]
-    left_alone = {"precision": "32-true", "memory_format": "off", "inplace_activations": False, "log": False}
-    plugin = AccelPlugin(**left_alone, preprocess=chain)
+    left_alone = {"precision": "32-true", "memory_format": "off", "inplace_activations": False, "report": False}
+    plugin = AccelPlugin.from_plan(Plan().replace(**left_alone, preprocess=chain))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", plugins=[plugin], max_epochs=1, enable_model_summary=False, **quiet)
     network = (InlineNetwork if how == "inline" else Network)(depth, trace)

@@ -32,7 +32,7 @@ from _measure import publish
 from lightning_accel.claims.machine import machine, slug
 from lightning_accel.claims.measure import median_interval
 from lightning_accel.core.host import Host
-from lightning_accel.evidence.compare import RunComparison, compare
+from lightning_accel.evidence.compare import RunComparison, compare_runs
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks, measure_peaks
 from lightning_accel.evidence.record import Record
@@ -110,7 +110,7 @@ def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path)
         findings = diagnose(faulty, peaks)
         found_it = next((one for one in findings if one.name == fault.finding), None)
         predicted = (0.0, 0) if found_it is None else (found_it.speedup or 0.0, found_it.freed_bytes)
-        pairs.append((predicted, findings, compare(faulty, mended)))
+        pairs.append((predicted, findings, compare_runs(faulty, mended)))
     found = None
     if _traceml.installed():
         steps = max(2, round(options.scale * fault.steps * options.rounds))

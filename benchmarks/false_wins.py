@@ -16,7 +16,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from _measure import publish
 from _small_models import lstm, mlp
@@ -32,24 +32,13 @@ STEPS = 250  # that live trials are told of; they need fewer
 TASKS = (partial(mlp, batch_size=16, width=64), partial(lstm, batch_size=4, seq_len=8, width=32))
 
 
-@dataclass(frozen=True, kw_only=True)
-class NothingPlan:
-    """A technique that does nothing.
-
-    Attributes:
-        mode: ``"auto"`` or ``"off"``.
-    """
-
-    mode: Literal["auto", "off"] = "auto"
-
-
 class Nothing(Technique):
     """An arm that changes nothing at all."""
 
     traits = Traits(acts_without_sites=True)
 
     @classmethod
-    def from_settings(cls, settings: NothingPlan, context: BuildContext) -> Nothing:
+    def from_settings(cls, settings: Any, context: BuildContext) -> Nothing:
         return cls()
 
     def __init__(self) -> None:
@@ -74,14 +63,14 @@ def false_wins(runs: int) -> tuple[Search, Search]:
     live, chunks = Search("live trials"), Search("greedy search")
     names = [f"nothing_{number}" for number in range(3)]
     for name in names:
-        register(name, settings=NothingPlan, default="auto")(type(name, (Nothing,), {}))
-    alone = Plan.from_dict(
-        {"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "precision": "32-true"}
+        register(name, options=Literal["auto", "off"], default="auto")(type(name, (Nothing,), {}))
+    alone = Plan().replace(
+        **{"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "precision": "32-true"}
     )
     try:
         for make in itertools.islice(itertools.cycle(TASKS), runs):
             for search in (live, chunks):
-                plan = alone if search is live else alone.replace(tune="off")
+                plan = alone if search is live else alone.replace(trust="checked")
                 loop = AcceleratedLoop(task_of(*make()), plan, STEPS)
                 start = time.perf_counter()
                 if search is live:

@@ -21,7 +21,7 @@ from _gpu import arguments, is_possible, table, write
 from _served_rows import COLUMNS, rows_of
 from torch import nn
 
-from lightning_accel.deploy import compare
+from lightning_accel.deploy import compare_forms
 
 MODELS = {"resnet50": "ResNet-50", "vit_b_16": "ViT-B/16"}
 FORMS = ("fp16", "bf16", "aoti", "aoti+fp16", "onnx", "tensorrt", "tensorrt+fp16")
@@ -50,7 +50,7 @@ def main() -> None:
     for title, model in chosen:
         torch.manual_seed(0)
         batch = torch.randn(4, 3, size, size), torch.zeros(4, dtype=torch.long)
-        found = compare(model.to(device).eval(), forms, [batch], batch_sizes=(1, 32), seconds=seconds)
+        found = compare_forms(model.to(device).eval(), forms, [batch], batch_sizes=(1, 32), seconds=seconds)
         rows += rows_of(title, found)
         runs[title] = found.to_dict()
         if device.type == "cuda":

@@ -52,7 +52,7 @@ def try_batch(mode: str, batch: int, dry_run: bool) -> dict[str, Any] | None:
         model: nn.Module = Transformer(blocks, width, width // 64 or 1, vocabulary=VOCABULARY).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         settings = {"inplace_activations": False, "memory_format": "off", "flash_attention": "off"}
-        handle = accelerate(model, Plan(precision="bf16-mixed", **settings, **MODES[mode]))
+        handle = accelerate(model, Plan().replace(precision="bf16-mixed", **settings, **MODES[mode]))
         tokens = torch.randint(VOCABULARY, (batch, length + 1), device=device)
         spent = []
         for _ in range(STEPS):

@@ -21,7 +21,7 @@ from _networks import TransformerBlock
 from torch import nn
 
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
-from lightning_accel.techniques.activation_offloading import ActivationOffloading, OffloadingPlan
+from lightning_accel.techniques.activation_offloading import ActivationOffloading, OffloadingOptions
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 2048, 16, 24, 8, 2048
 MIN_BYTES = 1 << 20
@@ -32,11 +32,11 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 def sides(model: nn.Module, device: torch.device) -> tuple[dict[str, Around], ActivationOffloading]:
     """What to enter around the forward pass, by name."""
-    technique = ActivationOffloading(OffloadingPlan(min_bytes=MIN_BYTES), model, device)
+    technique = ActivationOffloading(OffloadingOptions(to="host", min_bytes=MIN_BYTES), model, device)
     found: dict[str, Around] = {
         "everything stays": nullcontext,
         "save_on_cpu(pin_memory=True)": lambda: torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"),
-        "activation_offloading='host'": lambda: technique.step("train"),
+        "memory.offload='host'": lambda: technique.step("train"),
     }
     try:
         from torchtune.training import OffloadActivations
@@ -69,7 +69,7 @@ def main() -> None:
 
     steps = {name: lambda name=name: step(name) for name in around}  # type: ignore[misc]
     for _ in range(MEASURED_STEPS):
-        step("activation_offloading='host'")
+        step("memory.offload='host'")
     for name in around:
         step(name)
     peaks = {name: peak_step_bytes(run) for name, run in steps.items()}

@@ -29,6 +29,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from typing_extensions import override
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.options import choices_of
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -135,24 +137,29 @@ def gpt() -> tuple[Any, Any]:
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"digits": digits, "bytes_gpt": gpt}
 
 
+_NOT_SHOWN = ("auto", "rowwise_with_gw_hp", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_NUMBERS = {"padding": (64,), "memory_budget": ("12GiB",), "threads": (1,), "sparse_activations": ("auto",)}
+
+
 def rows() -> Iterator[tuple[str, dict[str, Any] | None, float]]:
     """Names, settings and tolerances: plain, each technique with what it declares worth showing, several together."""
     yield "plain", None, TOLERANCE
     off = {name: declaration.off for name, declaration in declarations().items()}
     for name, declaration in declarations().items():
-        for value in dict.fromkeys((declaration.default, *declaration.shown)):
-            if not declaration.is_off(value):
+        choices = [one for one in choices_of(declaration.switch_type) if one not in _NOT_SHOWN]
+        for value in dict.fromkeys((declaration.switch(declaration.default), *choices, *_NUMBERS.get(name, ()))):
+            if value != declaration.off:
                 yield (
                     f"{name}={value}",
-                    off | {name: value, "tune": "off"},
+                    off | {name: value, "trust": "checked"},
                     TOLERANCES.get(declaration.exactness, TOLERANCE),
                 )
     saving = {"gradient_checkpointing": "selective", "activation_offloading": {"to": "host", "min_bytes": 1024}}
-    yield "saving memory", off | saving | {"sparse_activations": "auto", "tune": "off"}, TOLERANCE
-    yield "saving memory, bf16", off | saving | {"precision": "bf16-mixed", "tune": "off"}, TOLERANCES["precision"]
-    yield "compiled, bf16", {"precision": "bf16-mixed", "compile": "on", "tune": "off"}, TOLERANCES["precision"]
-    yield "captured, bf16", {"precision": "bf16-mixed", "graphs": "on", "tune": "off"}, TOLERANCES["precision"]
-    yield "16-mixed", {"precision": "16-mixed", "tune": "off"}, TOLERANCES["precision"]
+    yield "saving memory", off | saving | {"sparse_activations": "auto", "trust": "checked"}, TOLERANCE
+    yield "saving memory, bf16", off | saving | {"precision": "bf16-mixed", "trust": "checked"}, TOLERANCES["precision"]
+    yield "compiled, bf16", {"precision": "bf16-mixed", "compile": "on", "trust": "checked"}, TOLERANCES["precision"]
+    yield "captured, bf16", {"precision": "bf16-mixed", "graphs": "on", "trust": "checked"}, TOLERANCES["precision"]
+    yield "16-mixed", {"precision": "16-mixed", "trust": "checked"}, TOLERANCES["precision"]
 
 
 def run(model: str, name: str, accelerator: str, settings: dict[str, Any] | None, steps: int = STEPS) -> Outcome:
@@ -164,7 +171,7 @@ def run(model: str, name: str, accelerator: str, settings: dict[str, Any] | None
         try:
             seed_everything(0, verbose=False)
             module, data = MODELS[model]()
-            plugin = None if settings is None else AccelPlugin(**settings)
+            plugin = None if settings is None else AccelPlugin.from_plan(Plan().replace(**settings))
             if accelerator == "gpu":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

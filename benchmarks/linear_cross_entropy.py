@@ -109,7 +109,7 @@ class InPieces(Side):
     def __init__(self, head: nn.Linear, rows: Tensor, target: Tensor, autocast: torch.dtype | None = None) -> None:
         super().__init__(head, rows, target, autocast)
         model = nn.Sequential(head)
-        handle = accelerate(model, Plan(**OFF, loss="on", tune="off"), host=Host.detect(rows.device))
+        handle = accelerate(model, Plan().replace(**OFF, loss="on", trust="checked"), host=Host.detect(rows.device))
         self.around = handle.step
         for _ in range(2):
             self.step()

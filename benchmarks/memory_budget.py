@@ -55,7 +55,7 @@ class Run:
         if budget:
             settings["memory_budget"] = budget
             settings["activation_offloading"] = {"to": "disk", "min_bytes": "16KiB"} if disk else "off"
-        self.handle = accelerate(self.model, Plan(**PLAIN, **settings))
+        self.handle = accelerate(self.model, Plan().replace(**PLAIN, **settings))
         steps = range(MAX_STEPS if budget else 3)
         next((None for _ in steps if self.step() and budget and self.is_settled), None)
 

@@ -61,8 +61,11 @@ class Side:
     def __init__(self, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]], **settings: Any) -> None:
         self.model, self.loss_of = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        plain = Plan(precision="32-true", flash_attention="off", memory_format="off", inplace_activations=False)
-        self.handle = accelerate(self.model, Plan(**{**plain.to_dict(), **settings}))
+        plain = Plan(
+            precision="32-true",
+            techniques={"flash_attention": "off", "memory_format": "off", "inplace_activations": False},
+        )
+        self.handle = accelerate(self.model, Plan().replace(**{**plain.to_dict(), **settings}))
         for _ in range(PAST_TRIALS if settings else 3):
             self.step()
 

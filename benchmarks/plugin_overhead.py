@@ -73,9 +73,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Options]] = {
         lambda: {"callbacks": [ThroughputMonitor(batch_size_fn=lambda batch: int(batch[0].size(0)))]},
     ),
     "SpeedMemoryLogger": (linear, lambda: {"callbacks": [SpeedMemoryLogger()]}),
-    "AccelPlugin, all off": (linear, lambda: {"plugins": [AccelPlugin(**PRECISION, **OFF, log=False)]}),
-    "AccelPlugin, defaults": (linear, lambda: {"plugins": [AccelPlugin(**PRECISION)]}),
-    "AccelPlugin, defaults, a model with sites": (with_sites, lambda: {"plugins": [AccelPlugin(**PRECISION)]}),
+    "AccelPlugin, all off": (
+        linear,
+        lambda: {"plugins": [AccelPlugin.from_plan(Plan().replace(**PRECISION, **OFF, report=False))]},
+    ),
+    "AccelPlugin, defaults": (linear, lambda: {"plugins": [AccelPlugin.from_plan(Plan().replace(**PRECISION))]}),
+    "AccelPlugin, defaults, a model with sites": (
+        with_sites,
+        lambda: {"plugins": [AccelPlugin.from_plan(Plan().replace(**PRECISION))]},
+    ),
 }
 
 
@@ -173,7 +179,7 @@ def rebound(module: nn.Module, inputs: tuple[Tensor, ...], **settings: Any) -> n
     """``module`` with one technique at work on it."""
     model = nn.Sequential()
     model.add_module("site", module)
-    handle = accelerate(model, Plan(**PRECISION | OFF | settings))
+    handle = accelerate(model, Plan().replace(**PRECISION | OFF | settings))
     for _ in range(4):  # past the trials
         with handle.step():
             module(*inputs)
@@ -192,7 +198,7 @@ def left_to_itself(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) ->
 def calls_us() -> dict[str, tuple[list[float], list[float]]]:
     """Of every module that stays rebound: the time of a call as it was, and as it is now, of every round."""
     one, three = (torch.randn(8, 8),), (torch.randn(2, 4, 8),) * 3
-    attention, fusing = nn.MultiheadAttention(8, 2, batch_first=True), {"flash_attention": "sdpa", "verify": False}
+    attention, fusing = nn.MultiheadAttention(8, 2, batch_first=True), {"flash_attention": "sdpa", "trust": "unchecked"}
     activation = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     sides: dict[str, tuple[nn.Module, nn.Module, tuple[Tensor, ...]]] = {
         "nn.MultiheadAttention, left to itself": (attention, left_to_itself(copy.deepcopy(attention), three), three),

@@ -137,11 +137,11 @@ REMARKS = {
     " choice of pieces, and told to take as many rows at once as we do. All sides take turns, in so many *rounds* after"
     " one that warms up.",
     "optimizer_steps": "Ratios are to the step parameter by parameter, which is what torch does by itself on a CPU; on"
-    ' a GPU it takes foreach by itself. *By the technique* is `optimizer="fused"`, which looks at every parameter'
-    " before a fused step.",
-    "allocator": "*In the run* is what `allocator='auto'` does: glibc's heap is told to keep what is free, once the"
-    " loop is warm. Others are chosen by variables before Python starts, as `lightning-accel run` sets them. Speeds are"
-    " medians over rounds of plain's step by theirs; processes take turns.",
+    ' a GPU it takes foreach by itself. *By the technique* is `techniques.optimizer="fused"`, which looks at every'
+    " parameter before a fused step.",
+    "allocator": "*In the run* is what `techniques.allocator='auto'` does: glibc's heap is told to keep what is free,"
+    " once the loop is warm. Others are chosen by variables before Python starts, as `lightning-accel run` sets them."
+    " Speeds are medians over rounds of plain's step by theirs; processes take turns.",
     "memory_modes": "float32, the same weights and batch. `disk` is `activation_offloading` to a memory-mapped file,"
     " `sparse` is `sparse_activations`; a `budget` is a share of the plain activations, and may use the disk. Points on"
     " the dashed line are beaten by no other in both.",

@@ -21,6 +21,7 @@ from _measure import publish
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from bytes_gpt import BytesGPT, StdlibText
@@ -72,7 +73,7 @@ def main() -> None:
             rows.append([name, what, *(apart(found, reference, steps) for steps in (1, 3, STEPS))])
 
         def accelerated(**plan: Any) -> dict[str, Any]:
-            return {"plugins": [AccelPlugin(**plan)]}
+            return {"plugins": [AccelPlugin.from_plan(Plan().replace(**plan))]}
 
         add("32-true, all on / plain", losses(network, **accelerated(precision="32-true", **EVERYTHING)), plain)
         preserved = accelerated(precision="32-true", memory_format="off", gradient_checkpointing="full")

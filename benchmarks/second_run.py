@@ -161,6 +161,7 @@ def trained(
     from lightning_accel import AccelPlugin
     from lightning_accel.core.compiled import is_compiled
     from lightning_accel.experiment.store import Entry
+    from lightning_accel.settings import Plan
     from lightning_accel.techniques.registry import declarations
     from lightning_accel.tuning.tuning_cache import TUNINGS
 
@@ -199,7 +200,10 @@ def trained(
     settings: dict[str, Any] = {"compile": compiles}
     if compiles == "auto":
         settings = {name: one.off for name, one in declarations().items()} | settings
-    watch, plugin = Watch(), None if compiles == PLAIN else AccelPlugin(**settings, log=False)
+    watch, plugin = (
+        Watch(),
+        None if compiles == PLAIN else AccelPlugin.from_plan(Plan().replace(**settings, report=False)),
+    )
     trainer = Trainer(
         plugins=[plugin] if plugin else [],
         callbacks=[watch],

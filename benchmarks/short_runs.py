@@ -41,6 +41,7 @@ from _small_models import MODELS
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 
 NAMES = ("mlp", "lstm", "bert", "vit", "unet", "small_gpt", "small_cnn")
 ROUNDS = {1: 7, 3: 7, 20: 5, 60: 4, 200: 3, 1000: 1}  # by the number of steps: what is soon over varies most
@@ -66,7 +67,7 @@ def fits(name: str, steps: int, settings: dict[str, Any] | None, times: int, thr
         os.dup2(nowhere.fileno(), 1)  # what the console is told
     _fit(name, 2, None, folder)
     other = "mlp" if name != "mlp" else "lstm"
-    for warming in ({"tune": "off"}, {}):
+    for warming in ({"trust": "checked"}, {}):
         _fit(other, 2, warming, folder / "other")
     return [_fit(name, steps, settings, folder) for _ in range(times)]
 
@@ -75,7 +76,7 @@ def _fit(name: str, steps: int, settings: dict[str, Any] | None, folder: Path) -
     seed_everything(0, verbose=False)
     module, data = MODELS[name].task()
     trainer = Trainer(
-        plugins=[] if settings is None else [AccelPlugin(**settings)],
+        plugins=[] if settings is None else [AccelPlugin.from_plan(Plan().replace(**settings))],
         max_steps=steps,
         max_epochs=-1,
         accelerator="cpu",

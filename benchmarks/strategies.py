@@ -52,7 +52,7 @@ def work(out: Path) -> None:
         sides = spent[name] = {plain: [], "accel_ddp": []}
         for round_ in range(ROUNDS):
             for side in list(sides)[:: 1 if round_ % 2 == 0 else -1]:
-                plugin = AccelPlugin(precision="32-true", flash_attention="off", log=False)
+                plugin = AccelPlugin(precision="32-true", techniques={"flash_attention": "off"}, report=False)
                 options: dict[str, Any] = {"accelerator": "cpu", "devices": PROCESSES, "plugins": [plugin]}
                 sides[side].append(statistics.median(step_times(make(), tokens, side, steps=STEPS, **options)))
     if os.environ["RANK"] == "0":

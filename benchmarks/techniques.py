@@ -77,7 +77,7 @@ def plan_with_all() -> Plan:
         if declaration.exactness in ON_TRIAL and name != "graphs" and has_auto(declaration)
     }
     precision = "auto" if Host.detect("cpu").native_bf16 else "32-true"
-    return Plan(**{**on, "precision": precision, "tune": "off"})
+    return Plan().replace(**{**on, "precision": precision, "trust": "checked"})
 
 
 def has_auto(declaration: Declaration) -> bool:

@@ -101,7 +101,7 @@ def measured(name: str, precision: Precision, most_steps: int, seconds: float) -
     plain = PlainLoop(small(name))
     step_s = statistics.median([plain.step() for _ in range(WARM_UP)][1:])  # and the process has warmed up
     steps = max(2 * FIRST, min(most_steps, int(seconds / (2 * step_s))))
-    plain, tuned = PlainLoop(small(name)), TunedLoop(small(name), Plan(precision=precision, tune="off"), steps)
+    plain, tuned = PlainLoop(small(name)), TunedLoop(small(name), Plan(precision=precision, trust="checked"), steps)
     both = beside(plain, tuned, steps)
     tuned.finish()
     del plain

@@ -23,7 +23,7 @@ def report_path(trainer: Trainer) -> Path | None:
     if trainer.state.fn != TrainerFn.FITTING or not trainer.is_global_zero:
         return None
     plan = getattr(trainer.precision_plugin, "plan", None)
-    return Path(plan.report) if isinstance(plan, Plan) and plan.report != "off" else None
+    return Path(plan.report) if isinstance(plan, Plan) and isinstance(plan.report, str) else None
 
 
 def leave_report(trainer: Trainer, record: Path, *, is_asked_by_memory: bool) -> None:

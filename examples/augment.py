@@ -77,7 +77,7 @@ def accuracy(how: str, seed: int, epochs: int, accelerator: str = "auto") -> flo
         val_loader = DevicePipeline(val_loader, "cpu", Preprocess(chain), position=lambda: Position(training=False))
         chain = []
     trainer = Trainer(
-        plugins=[AccelPlugin(preprocess=chain, memory_format="channels_last", log=False)],
+        plugins=[AccelPlugin(techniques={"memory_format": "channels_last"}, preprocess=chain, report=False)],
         accelerator=accelerator,
         devices=1,
         max_epochs=epochs,

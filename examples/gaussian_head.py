@@ -87,7 +87,7 @@ def train(
     """Trains, and returns the Trainer; ``trainer_options`` go to it as they are."""
     seed_everything(seed, verbose=False)
     training, held_out = patients(seed)
-    plugins = [] if plain else [AccelPlugin(log=False)]  # the one line
+    plugins = [] if plain else [AccelPlugin(report=False)]  # the one line
     trainer = Trainer(
         plugins=plugins, max_epochs=epochs, check_val_every_n_epoch=epochs, log_every_n_steps=5, **trainer_options
     )

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING
 from lightning_accel.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_accel.assembly import Handle as Handle
+    from lightning_accel.arguments import CompileOptions as CompileOptions
+    from lightning_accel.arguments import LoaderOptions as LoaderOptions
+    from lightning_accel.arguments import MemoryOptions as MemoryOptions
+    from lightning_accel.arguments import PrecisionOptions as PrecisionOptions
+    from lightning_accel.assembly import AcceleratedModel as AcceleratedModel
     from lightning_accel.assembly import accelerate as accelerate
     from lightning_accel.cli.accel_cli import AccelCLI as AccelCLI
     from lightning_accel.core.host import Host as Host
@@ -31,19 +35,17 @@ if TYPE_CHECKING:
     from lightning_accel.strategies.ddp import AccelDDPStrategy as AccelDDPStrategy
     from lightning_accel.strategies.fsdp import AccelFSDPStrategy as AccelFSDPStrategy
     from lightning_accel.strategies.single_device import AccelStrategy as AccelStrategy
-    from lightning_accel.techniques.activation_offloading import OffloadingPlan as OffloadingPlan
+    from lightning_accel.techniques.activation_offloading import OffloadingOptions as OffloadingOptions
     from lightning_accel.techniques.flash_attention.explain import explain as explain
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention as FlashMultiheadAttention
-    from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan as FlashAttentionPlan
-    from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan as CheckpointingPlan
-    from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan as MemoryBudgetPlan
-    from lightning_accel.techniques.padding import PaddingPlan as PaddingPlan
+    from lightning_accel.techniques.flash_attention.settings import FlashAttentionOptions as FlashAttentionOptions
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AccelCLI": "cli.accel_cli",
     "AccelDDPStrategy": "strategies.ddp",
+    "AcceleratedModel": "assembly",
     "AccelError": "core.report",
     "AccelFabricPlugin": "lightning.fabric_plugin",
     "AccelFSDPStrategy": "strategies.fsdp",
@@ -51,16 +53,16 @@ _HOMES = {
     "AccelStrategy": "strategies.single_device",
     "AccelWarning": "core.report",
     "AccelXLAPlugin": "lightning.xla_plugin",
-    "CheckpointingPlan": "techniques.gradient_checkpointing.settings",
-    "FlashAttentionPlan": "techniques.flash_attention.settings",
+    "CompileOptions": "arguments",
+    "FlashAttentionOptions": "techniques.flash_attention.settings",
     "FlashMultiheadAttention": "techniques.flash_attention.multihead",
-    "Handle": "assembly",
     "Host": "core.host",
-    "MemoryBudgetPlan": "techniques.gradient_checkpointing.settings",
+    "LoaderOptions": "arguments",
+    "MemoryOptions": "arguments",
     "MemorySchedule": "memory.schedule",
-    "OffloadingPlan": "techniques.activation_offloading",
-    "PaddingPlan": "techniques.padding",
+    "OffloadingOptions": "techniques.activation_offloading",
     "Plan": "settings",
+    "PrecisionOptions": "arguments",
     "Report": "core.report",
     "accelerate": "assembly",
     "explain": "techniques.flash_attention.explain",
@@ -81,4 +83,7 @@ def __getattr__(name: str) -> object:
     # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name.endswith("Plugin"):  # as Lightning's command line asks for it
+        import_module(f"{__name__}.lightning.parser_errors").answer_in_one_line()
+    return found

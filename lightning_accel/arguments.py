@@ -1,86 +1,259 @@
-"""What `Plan` and `AccelPlugin` take: the settings of every technique that there is, and those of a run.
-
-The techniques declare them (`techniques/registry.py`). Editors and type checkers, which run nothing, read them in
-`arguments.pyi`, which `make stub` writes and a test compares with the declarations.
-"""
+"""The ten settings of a run, which `Plan` and the plugins take, and which technique each of them sets."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
 from typing import Any, Literal
 
+from typing_extensions import Never, Self, override
+
 from lightning_accel.core.checks import nearest
-from lightning_accel.techniques.registry import RUN_SETTINGS, declarations, documented, on_change
+from lightning_accel.core.options import Options
+from lightning_accel.data.transform import Transform
+from lightning_accel.techniques.activation_offloading import OffloadingOptions, OffloadingSetting
+from lightning_accel.techniques.compilation import CompileSetting
+from lightning_accel.techniques.gradient_checkpointing.settings import Budget, CheckpointingMode
+from lightning_accel.techniques.matmul_precision import MatmulPrecisionSetting
+from lightning_accel.techniques.padding import Multiple
+from lightning_accel.techniques.registry import declarations
+from lightning_accel.techniques.sparse_activations import SparseSetting
+
+PrecisionFormat = Literal["auto", "off", "32-true", "16-mixed", "bf16-mixed"]
+Trust = Literal["measured", "checked", "unchecked"]
 
 
-class RunSettings:
-    """The settings that belong to no technique.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrecisionOptions(Options):
+    """The number formats of a step.
 
     Attributes:
-        tune: ``"auto"``: what is kept is decided by whole training steps, while they train, so that the run is never
-            slower than plain; ``"off"``: by the trials of the parts alone.
-        out_of_memory: ``"answer"``: where a training step under Lightning runs out of memory, what needs less and
-            changes no number (packing, checkpointing, offloading) is put on, and the step runs again; where that cannot
-            be, the run ends with a page that names who asked, who held what, and what would fit. ``"split"``: the
-            same, and where nothing is left to put on, batches go through ``training_step`` in halves, quarters, and so
-            on, within one step; gradients are those of the whole batch where the loss is a mean over samples and no
-            batch norm trains. ``"off"``: it ends with the error as it is.
-        report: A file that ends in ``.html``, ``.md`` or ``.json``, in which each fit leaves its report: what it has
-            come to, where its time and memory went, what to do next. Where it cannot be written, it is beside the run's
-            record. ``"off"``: none, but for a run that dies of a lack of memory, which leaves one beside its record.
-        log: Have a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` tell the loggers, unless a callback does.
-        strict: Raise where the default is to warn and go on.
-        verify: Try every change on the first batch and keep only those that agree with the original. Switched off,
-            changes are applied untried.
+        format: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on older
+            CUDA cards, else float32. ``"off"`` is ``"32-true"``.
+        matmul: Of products of float32 matrices: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
+            ``torch.set_float32_matmul_precision``: TF32 on NVIDIA's cards from Ampere on, and on CPUs with AVX512-BF16
+            or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``format`` is ``"auto"``, too,
+            nobody has set it, and the model does not switch autocast off to compute something in float32.
     """
 
-    tune: Literal["auto", "off"] = "auto"
-    out_of_memory: Literal["answer", "split", "off"] = "answer"
-    report: str = "off"
-    log: bool = True
-    strict: bool = False
-    verify: bool = True
+    format: PrecisionFormat = "auto"
+    matmul: MatmulPrecisionSetting = "auto"
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format == "off":
+            object.__setattr__(self, "format", "32-true")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CompileOptions(Options):
+    """Compilation and CUDA graphs, of which a run has one.
+
+    Attributes:
+        mode: ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find whole steps to be faster,
+            and the run is long enough to win back what compiling takes; or a mode of :func:`torch.compile`.
+        graphs: ``"on"`` captures the repeated blocks in CUDA graphs, which replay them where shapes stay; ``"auto"``
+            keeps that where live trials find whole steps to be faster, and the memory worth it.
+    """
+
+    mode: CompileSetting = "off"
+    graphs: Literal["auto", "on", "off"] = "off"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryOptions(Options):
+    """What a run does to need less memory. None of it changes a number.
+
+    Attributes:
+        budget: The most memory that a training step may need, everything included: ``"12GiB"``, or a share of the
+            device, ``"40%"``. What each block does for it is planned from what the first steps measure.
+        checkpoint: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps what matrix
+            products, convolutions and attention computed and recomputes the rest.
+        blocks: Class names or module paths of the blocks that a budget plans or that are checkpointed; empty: the
+            model's repeated blocks, found by themselves.
+        offload: ``"host"`` moves what is saved for the backward pass to pinned memory of the host and back, ``"disk"``
+            to a file; ``"auto"`` lets the planner of a budget do so on a GPU. Or :class:`OffloadingOptions`.
+        pack: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks.
+        on_oom: ``"answer"``: where a training step under Lightning runs out of memory, what needs less is put on, and
+            the step runs again; where that cannot be, the run ends with a page that names who held what. ``"split"``:
+            the same, and where nothing is left to put on, batches go through ``training_step`` in parts; gradients are
+            those of the whole batch where the loss is a mean over samples and no batch norm trains. ``"off"``: the run
+            ends with the error as it is.
+    """
+
+    budget: Budget = "off"
+    checkpoint: CheckpointingMode = "off"
+    blocks: tuple[str, ...] = ()
+    offload: OffloadingSetting | OffloadingOptions = "auto"
+    pack: SparseSetting = "off"
+    on_oom: Literal["answer", "split", "off"] = "answer"
+
+    @classmethod
+    @override
+    def read(cls, value: Any, name: str = "") -> Self:
+        if value is True or (isinstance(value, str) and value == "auto"):
+            return cls()
+        if value is False or (isinstance(value, str) and value == "off"):
+            return cls(offload="off", on_oom="off")
+        if isinstance(value, str) and not any(map(str.isdigit, value)):
+            names = "=, ".join(field.name for field in fields(cls))
+            raise ValueError(
+                f"memory={value!r}{nearest(value, ['auto', 'off']) or '.'} Allowed: 'auto', 'off', an amount such as"
+                f" '12GiB' or '40%', MemoryOptions({names}=)."
+            )
+        return super().read(value, name)
+
+    @override
+    def short(self) -> Any:
+        return {MemoryOptions(): "auto", MemoryOptions.read("off"): "off"}.get(self) or super().short()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoaderOptions(Options):
+    """How the training's batches are loaded, and to which lengths batches of text are padded.
+
+    Attributes:
+        workers: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries more
+            workers from epoch to epoch while that is faster: in the same order, and only for data that draw no random
+            numbers and do not change as they are read. ``"on"`` is ``"auto"``.
+        padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest that
+            the device's kernels like and that makes a batch at most an eighth longer. Batches are mappings as
+            transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and ``labels`` of
+            which the loss ignores -100. Only while steps draw no random numbers: dropout would draw others.
+        group_by_length: Whether batches are also made of samples of like length, so that there is less to pad. **It
+            changes the training**: which samples come together. Each is used as often as before.
+    """
+
+    workers: Literal["auto", "on", "off"] = "off"
+    padding: Multiple = "off"
+    group_by_length: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers == "on":
+            object.__setattr__(self, "workers", "auto")
+
+
+GROUPS: dict[str, type[Options]] = {
+    "precision": PrecisionOptions,
+    "compile": CompileOptions,
+    "memory": MemoryOptions,
+    "loader": LoaderOptions,
+}
+"""The settings that take options."""
+
+_PLACES = {
+    "preprocess": ("preprocess",),
+    "precision": ("precision", "format"),
+    "matmul_precision": ("precision", "matmul"),
+    "compile": ("compile", "mode"),
+    "graphs": ("compile", "graphs"),
+    "memory_budget": ("memory", "budget", "blocks"),
+    "gradient_checkpointing": ("memory", "checkpoint", "blocks"),
+    "activation_offloading": ("memory", "offload"),
+    "sparse_activations": ("memory", "pack"),
+    "loader": ("loader", "workers"),
+    "padding": ("loader", "padding", "group_by_length"),
+}
+
+
+def place_of(technique: str) -> tuple[str, ...]:
+    """The setting that sets a technique, and the options there, in the order of the technique's own."""
+    changes_training = declarations()[technique].exactness == "changes training"
+    return _PLACES.get(technique) or (("lossy",) if changes_training else ("techniques",))
+
+
+def written(technique: str, value: Any) -> str:
+    """How a technique is set: ``memory=MemoryOptions(checkpoint='full')``, ``techniques={'loss': 'off'}``."""
+    setting, *options = place_of(technique)
+    if setting in ("techniques", "lossy"):
+        return f"{setting}={{{technique!r}: {value!r}}}"
+    if not options or options[0] == GROUPS[setting].switch():
+        return f"{setting}={value!r}"
+    return f"{setting}={GROUPS[setting].__name__}({options[0]}={value!r})"
 
 
 class Arguments:
-    """Takes the settings as keyword arguments, for a class on top of it."""
+    """Takes the settings as keyword arguments, for a class on top of it.
 
-    def __init__(self, **settings: Any) -> None:
-        known = [*declarations(), *RUN_SETTINGS]
-        for name in settings:
-            if name not in known:  # as Python says it, and what may have been meant
-                message = f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
-                raise TypeError(f"{message}{nearest(name, known) or '.'} Allowed: {', '.join(known)}.")
-        self._configure(settings)
+    Attributes:
+        complaint: What was wrong with the last settings that were refused.
+    """
+
+    complaint = ""
+
+    def __init__(
+        self,
+        *,
+        precision: PrecisionFormat | PrecisionOptions | dict[str, Any] | bool = "auto",
+        compile: CompileSetting | CompileOptions | dict[str, Any] | bool = "off",
+        memory: str | MemoryOptions | dict[str, Any] | bool = "auto",
+        techniques: Mapping[str, Any] = {},
+        preprocess: Sequence[Transform | dict[str, Any]] | None = (),
+        loader: Literal["off", "auto", "on"] | LoaderOptions | dict[str, Any] | bool = "off",
+        lossy: Mapping[str, Any] = {},
+        trust: Trust = "measured",
+        report: bool | str | PathLike[str] = True,
+        strict: bool = False,
+        **others: Never,
+    ) -> None:
+        """
+        Args:
+            precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on
+                older CUDA cards, else float32; ``"off"``, which is ``"32-true"``; ``"16-mixed"``; ``"bf16-mixed"``. Or
+                :class:`PrecisionOptions`: ``format``, ``matmul``.
+            compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find whole
+                steps to be faster; or a mode of :func:`torch.compile`. Or :class:`CompileOptions`: ``mode``,
+                ``graphs``.
+            memory: ``"auto"`` answers where a training step runs out of memory with what needs less; ``"off"`` does
+                nothing; ``"12GiB"`` or ``"40%"`` of the device is the most that a training step may need. Or
+                :class:`MemoryOptions`: ``budget``, ``checkpoint``, ``blocks``, ``offload``, ``pack``, ``on_oom``.
+            techniques: The value of each technique that has no setting of its own, by its name: ``{"loss": "off",
+                "flash_attention": "sdpa"}``.
+            preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each prepared
+                while the one before it is trained on (in YAML mappings of ``class_path`` and ``init_args``).
+            loader: ``"off"``; ``"auto"`` or ``"on"`` tries more workers from epoch to epoch while that is faster. Or
+                :class:`LoaderOptions`: ``workers``, ``padding``, ``group_by_length``.
+            lossy: The same as ``techniques`` for those that change training beyond rounding: ``{"float8":
+                "tensorwise"}``.
+            trust: ``"measured"``: every change is tried for its numbers on the first batch, and for its speed on whole
+                training steps while they train, so that the run is never slower than plain; ``"checked"``: for its
+                numbers alone; ``"unchecked"``: changes are applied untried.
+            report: ``True`` has a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` tell the loggers, unless a
+                callback does; ``False`` does not. A file that ends in ``.html``, ``.md`` or ``.json``: each fit leaves
+                its report there, too, or beside the run's record where that cannot be written.
+            strict: Raise where the default is to warn and go on.
+            others: There are none; the answer names the nearest.
+        """
+        settings = {name: value for name, value in locals().items() if name in DEFAULTS}
+        try:
+            for name, value in dict[str, Any](others).items():
+                raise TypeError(unknown(type(self).__name__, name, value))
+            self._configure(settings)
+        except (TypeError, ValueError) as error:
+            Arguments.complaint = str(error)
+            raise
 
     def _configure(self, settings: dict[str, Any]) -> None:
         """What the class makes of them."""
 
 
-class Values:
-    """The settings as attributes."""
+_PARAMETERS = list(inspect.signature(Arguments.__init__, eval_str=True).parameters.values())[:-1]
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in _PARAMETERS[1:]}
+"""The ten settings, and the default of each."""
+
+# Lightning's command line takes every value: what is wrong with one is said here, in one line.
+Arguments.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_PARAMETERS[0], *(one.replace(annotation=one.annotation | Any) for one in _PARAMETERS[1:])], return_annotation=None
+)
 
 
-def arguments() -> dict[str, tuple[Any, Any, str]]:
-    """Every argument in its order: name → type, default, description."""
-    found = {name: (one.annotation, one.default, one.doc) for name, one in declarations().items()}
-    types, docs = inspect.get_annotations(RunSettings, eval_str=True), documented(RunSettings)
-    return found | {name: (kind, getattr(RunSettings, name), docs[name]) for name, kind in types.items()}
-
-
-def described() -> str:
-    """The descriptions of all arguments, as a docstring has them."""
-    return "Args:\n" + "".join(f"    {name}: {doc}\n" for name, (_, _, doc) in arguments().items())
-
-
-def _show() -> None:
-    """Lets :func:`inspect.signature` and :func:`help`, and with them Lightning's command line, see the arguments."""
-    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name, (kind, default, _) in arguments().items():
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    Arguments.__init__.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-    Arguments.__init__.__doc__ = described()
-
-
-_show()
-on_change(_show)
+def unknown(owner: str, name: str, value: Any) -> str:
+    """The answer to a setting that there is not."""
+    if name in declarations():
+        return f"{owner} has no setting {name!r}: {written(name, value)} sets it."
+    return f"{owner} has no setting {name!r}{nearest(name, list(DEFAULTS)) or '.'} Allowed: {', '.join(DEFAULTS)}."

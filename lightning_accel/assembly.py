@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import Options
 from lightning_accel.core.report import Report
 from lightning_accel.engine import Engine
 from lightning_accel.memory.schedule import MemorySchedule
@@ -23,6 +24,9 @@ from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations, plain
 from lightning_accel.tuning.loop import LoopTuning
 from lightning_accel.tuning.tuning_result import Tuning
+
+LIGHTNINGS_OWN = ("precision", "preprocess")
+"""Techniques that Lightning's own parts do in a Lightning run."""
 
 
 def build_context(
@@ -42,17 +46,16 @@ def build_context(
         device: Where the model will compute; None: where it is.
         in_plain_loop: Whether to do, too, what Lightning does itself.
     """
-    around = BuildContext(model, host, device or device_of(model), plan.verify, plan.settings())
+    around = BuildContext(model, host, device or device_of(model), plan.trust != "unchecked", plan.settings())
     for name, declaration in declarations().items():
-        value = getattr(plan, name)
-        if declaration.is_off(value) or (declaration.in_plain_loops_only and not in_plain_loop):
+        settings = around.settings[name]
+        if declaration.is_off(settings) or (name in LIGHTNINGS_OWN and not in_plain_loop):
             continue
-        settings = declaration.settings_of(value)
         technique = declaration.technique.from_settings(settings, around)
         if technique is not None:
-            run, is_auto = technique.run, getattr(settings, declaration.switch) == "auto"
-            run.verify, run.timed = plan.verify, plan.tune != "off"
-            run.on_by_default = declaration.is_default(value)
+            run, is_auto = technique.run, declaration.switch(settings) == "auto"
+            run.verify, run.timed = plan.trust != "unchecked", plan.trust == "measured"
+            run.on_by_default = settings == declaration.default
             run.explicit = not (run.on_by_default or is_auto)
             around.techniques.append(technique)
     return around
@@ -72,13 +75,17 @@ class NamedFallback:
 
     @property
     def settings(self) -> Any:
-        """As a plan writes them: ``"full"``, or a mapping where that does not say it."""
-        written = plain(self.fallback.settings)
-        switch, *more = written.values()
-        return written if more else switch
+        """As plain values, for checkpoints: ``"full"``, or a mapping where that does not say it."""
+        settings = self.fallback.settings
+        return plain(settings.short() if isinstance(settings, Options) else settings)
+
+    @property
+    def plan(self) -> Plan:
+        """A plan that has it from the beginning."""
+        return Plan().replace(**{self.name: self.fallback.settings})
 
     def __str__(self) -> str:
-        return f"{self.name}={self.settings!r}"
+        return repr(self.plan)[len("Plan(") : -1]
 
     def make(self, around: BuildContext) -> Technique | None:
         """The technique with these settings, for a run under way; it becomes one of ``around``."""
@@ -101,7 +108,7 @@ def fallbacks_for(around: BuildContext) -> list[NamedFallback]:
     return sorted(found, key=lambda one: one.fallback.costs)
 
 
-class Handle:
+class AcceleratedModel:
     """A model at work under a plan, in a plain PyTorch loop: what :func:`accelerate` returns.
 
     Attributes:
@@ -159,7 +166,7 @@ def accelerate(
     optimizers: Optimizer | Iterable[Optimizer] = (),
     steps: int = 1000,
     host: Host | None = None,
-) -> Handle:
+) -> AcceleratedModel:
     """Accelerates a model in a plain PyTorch loop.
 
     ```python
@@ -194,5 +201,5 @@ def accelerate(
     engine = Engine(model, host, techniques, names=list(declarations()), strict=plan.strict)
     engine.add_optimizers([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     scaler = next((t.autocast.scaler for t in techniques if isinstance(t, MixedPrecision)), None)
-    tuning = LoopTuning(engine, device_of(model), steps) if plan.tune == "auto" and plan.verify else None
-    return Handle(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), tuning)
+    tuning = LoopTuning(engine, device_of(model), steps) if plan.trust == "measured" else None
+    return AcceleratedModel(engine, scaler or torch.amp.GradScaler(host.device_type, enabled=False), tuning)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_accel.arguments import MemoryOptions
 from lightning_accel.assembly import accelerate
 from lightning_accel.core.device import device_of
 from lightning_accel.core.optimizers import living_optimizers
@@ -16,18 +17,17 @@ from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.memory.planner import MAX_STEPS
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.activation_offloading import OffloadingPlan, OffloadingSetting
-from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
+from lightning_accel.techniques.activation_offloading import OffloadingOptions, OffloadingSetting
 
 
 def plan_memory(
     model: nn.Module,
     batch: Any,
-    budget: int | float | str,
+    budget: int | str,
     step_fn: Callable[[nn.Module, Any], Any],
     *,
     blocks: Sequence[str] = (),
-    offloading: OffloadingSetting | OffloadingPlan = "auto",
+    offloading: OffloadingSetting | OffloadingOptions = "auto",
 ) -> MemorySchedule:
     """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
 
@@ -51,7 +51,7 @@ def plan_memory(
         model: The model, on its device.
         batch: A batch, the largest that will come.
         budget: The most that a training step may have allocated at one time, everything included: bytes, text such as
-            ``"12GiB"``, or a fraction of the device.
+            ``"12GiB"``, or a share of the device, ``"40%"``.
         step_fn: Called as ``step_fn(model, batch)``: a whole training step, forward, backward and optimizer.
         blocks: Class names or module paths of the blocks; empty: found by themselves.
         offloading: Where blocks may offload to; ``"auto"``: the host's memory on a GPU, nowhere on a CPU; ``"off"``:
@@ -66,11 +66,8 @@ def plan_memory(
     """
     settings = Plan(
         precision="32-true",
-        flash_attention="off",
-        memory_format="off",
-        inplace_activations="off",
-        memory_budget=MemoryBudgetPlan(budget=budget, blocks=tuple(blocks)),
-        activation_offloading=offloading,
+        memory=MemoryOptions(budget=budget, blocks=tuple(blocks), offload=offloading),
+        techniques=dict.fromkeys(("flash_attention", "memory_format", "inplace_activations"), "off"),
         strict=True,
     )
     optimizers, host = living_optimizers(model), torch.device("cpu")  # copies wait on the host: the device may be full

@@ -1,89 +1,148 @@
-"""The settings of one run: what every technique is asked to do. Checked when made; to YAML and back without loss."""
+"""The plan of one run: the ten settings, checked when made; to YAML and back without loss."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import yaml
 
-from lightning_accel.arguments import Arguments, RunSettings, Values, arguments
+from lightning_accel.arguments import DEFAULTS, GROUPS, Arguments, MemoryOptions, Trust, place_of, written
 from lightning_accel.core.atomic_write import write_whole
-from lightning_accel.core.checks import check_bool, check_choice, check_ending, check_names, switch
-from lightning_accel.techniques.registry import RUN_SETTINGS, declarations
+from lightning_accel.core.checks import nearest
+from lightning_accel.core.options import Options, Rule, read
+from lightning_accel.data import transform_config
+from lightning_accel.techniques.registry import declarations, plain
+
+_BY_NAME = ("techniques", "lossy")
+_PAGE = Rule("a file that ends in .html, .md, .json", lambda name, path: path.endswith((".html", ".md", ".json")))
 
 
-class Plan(Arguments, Values):
-    """Which techniques a run uses, and how: the same keys as :class:`~lightning_accel.AccelPlugin`'s arguments.
+class Plan(Arguments):
+    """What a run does: the settings of :class:`~lightning_accel.AccelPlugin`, checked.
 
-    ``Plan(precision="bf16-mixed", compile="on")``; whatever is not given is as ``AccelPlugin()`` has it. YAML 1.1 reads
-    a bare ``off`` or ``on`` as a boolean, so every technique takes ``False`` for ``"off"`` and, where there is
-    something to switch on, ``True``. A plan cannot be changed; :meth:`replace` gives another.
+    ``Plan(precision="bf16-mixed", techniques={"loss": "off"})``; whatever is not given is as ``AccelPlugin()`` has it.
+    YAML 1.1 reads a bare ``off`` or ``on`` as a boolean, so ``False`` is ``"off"`` everywhere, and ``True`` is ``"on"``
+    where there is something to switch on. A plan cannot be changed; :meth:`replace` gives another.
 
     Raises:
         ValueError: A value is not among those allowed, or two settings contradict each other.
         TypeError: A value has the wrong type.
     """
 
+    precision: Any
+    compile: Any
+    memory: Any
+    techniques: Mapping[str, Any]
+    preprocess: tuple[Any, ...]
+    loader: Any
+    lossy: Mapping[str, Any]
+    trust: Trust
+    report: bool | str
+    strict: bool
+
     def _configure(self, settings: dict[str, Any]) -> None:
-        declared = declarations()
-        for name, declaration in declared.items():
-            vars(self)[name] = declaration.read(settings.get(name, declaration.default))
-        for name in RUN_SETTINGS:
-            vars(self)[name] = settings.get(name, getattr(RunSettings, name))
-        vars(self)["tune"] = switch(self.tune, on="auto")
-        check_choice("tune", self.tune, ("auto", "off"))
-        vars(self)["out_of_memory"] = switch(self.out_of_memory, on="answer")
-        check_choice("out_of_memory", self.out_of_memory, ("answer", "split", "off"))
-        vars(self)["report"] = switch(self.report, on="report.html")
-        if isinstance(self.report, PathLike):
-            vars(self)["report"] = str(self.report)
-        check_ending("report", self.report, (".html", ".md", ".json"))
-        for name in ("log", "strict", "verify"):
-            check_bool(name, vars(self)[name])
-        if self.report != "off" and not self.log:
-            raise ValueError(f"report={self.report!r} with log=False: a report is made of what is logged. Drop one.")
+        report = settings["report"]
+        report = {"on": True, "off": False}.get(report, report) if isinstance(report, str) else report
+        values = {name: kind.read(settings[name], name).short() for name, kind in GROUPS.items()}
+        values |= {name: MappingProxyType(_by_name(name, settings[name])) for name in _BY_NAME}
+        values["preprocess"] = declarations()["preprocess"].read(settings["preprocess"]).transforms
+        values["trust"] = read("trust", settings["trust"], Trust)
+        values["report"] = read("report", report, bool | PathLike | Annotated[str, _PAGE])
+        values["strict"] = read("strict", settings["strict"], bool)
+        vars(self).update({name: values[name] for name in DEFAULTS})
         whole = self.settings()
-        for name, declaration in declared.items():
-            if not declaration.is_off(getattr(self, name)):
-                declaration.technique.traits.conflicts(whole[name], whole, self.verify)
+        for name, declaration in declarations().items():
+            if not declaration.is_off(whole[name]):
+                declaration.technique.traits.conflicts(whole[name], whole, self.trust != "unchecked")
 
     def of(self, technique: str) -> Any:
-        """The settings of one technique in their long form."""
-        return declarations()[technique].settings_of(getattr(self, technique))
+        """The value of one technique, or its options."""
+        declaration, (setting, *names) = declarations()[technique], place_of(technique)
+        if setting in _BY_NAME:
+            return declaration.read(getattr(self, setting).get(technique, declaration.default))
+        if not names:
+            return declaration.read(getattr(self, setting))
+        group = GROUPS[setting].read(getattr(self, setting), setting)
+        values = [getattr(group, name) for name in names]
+        if not declaration.has_options or isinstance(values[0], declaration.options):
+            return values[0]
+        own = [field.name for field in fields(declaration.options)]
+        return declaration.options(**dict(zip(own, values, strict=False)))
 
     def settings(self) -> dict[str, Any]:
-        """The settings of every technique in their long form, by its name."""
-        return {name: one.settings_of(getattr(self, name)) for name, one in declarations().items()}
+        """The value of every technique, or its options, by its name."""
+        return {name: self.of(name) for name in declarations()}
 
     def is_off(self, technique: str) -> bool:
         """Whether a technique is switched off."""
-        return declarations()[technique].is_off(getattr(self, technique))
+        return declarations()[technique].is_off(self.of(technique))
+
+    @property
+    def on_oom(self) -> Any:
+        """What becomes of a training step that runs out of memory: ``"answer"``, ``"split"``, ``"off"``."""
+        return MemoryOptions.read(self.memory).on_oom
 
     def replace(self, **changes: Any) -> Plan:
-        """This plan with some settings changed."""
-        return Plan(**{**vars(self), **changes})
+        """This plan with some settings changed: ``plan.replace(compile="on", loss="off", trust="checked")``.
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``."""
-        declared = declarations()
-        return {n: declared[n].write(value) if n in declared else value for n, value in vars(self).items()}
+        A technique may be set by its name here, whichever setting takes it. Of ``techniques`` and ``lossy`` those that
+        are named change.
+        """
+        declared, found = declarations(), dict(vars(self))
+        # A setting of a technique's name is the technique's where it is not given as options.
+        has_options = {name for name in found if isinstance(changes.get(name), Options | Mapping)}
+        by_name = [name for name in changes if name in declared and name not in has_options]
+        for name in changes.keys() - by_name:
+            value = changes[name]
+            merges = name in _BY_NAME and isinstance(value, Mapping)
+            found[name] = {**found[name], **value} if merges else value
+        for name in by_name:
+            declaration, (setting, *names) = declared[name], place_of(name)
+            value = declaration.read(changes[name])
+            if setting in _BY_NAME:
+                found[setting] = {**found[setting], name: value}
+            elif not names:
+                found[setting] = value.transforms
+            else:
+                parts = {names[0]: value}
+                if declaration.has_options and len(names) > 1:
+                    given = {value.switch(): declaration.switch(value), **value.given()}
+                    pairs = zip(names, (field.name for field in fields(value)), strict=True)
+                    parts = {there: given[here] for there, here in pairs if here in given}
+                found[setting] = replace(GROUPS[setting].read(found[setting], setting), **parts)
+        return Plan(**found)
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are not the default ones."""
+        values = {name: dict(value) if name in _BY_NAME else value for name, value in vars(self).items()}
+        return {name: value for name, value in values.items() if value != DEFAULTS[name]}
+
+    def to_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``.
+
+        Args:
+            whole: Whether settings that are the default ones are written, too.
+        """
+        values = {name: plain(value) for name, value in (vars(self) if whole else self.given()).items()}
+        if "preprocess" in values:
+            values["preprocess"] = [transform_config.written(transform) for transform in self.preprocess]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """The plan with these settings, defaults elsewhere.
 
         Raises:
-            ValueError: A key is no setting of a plan; the nearest one is named.
+            TypeError: A key is no setting of a plan; the nearest one is named.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"A plan is a mapping of settings to values, not {type(values).__name__}: {values!r}.")
-        check_names(values, allowed=list(arguments()), owner="a plan")
-        return cls(**values)
+        return cls(**{str(name): value for name, value in values.items()})
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """The plan as YAML text, written to ``path`` too when one is given."""
@@ -111,12 +170,42 @@ class Plan(Arguments, Values):
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        return f"Plan({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
     def __copy__(self) -> Plan:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Plan:
-        copied = Plan.__new__(Plan)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
+    def __reduce__(self) -> Any:
+        return _made, (self.given(),)
+
+
+def _made(settings: dict[str, Any]) -> Plan:
+    return Plan(**settings)
+
+
+def _by_name(setting: str, values: Any) -> dict[str, Any]:
+    """The techniques of ``techniques`` or ``lossy`` that are not as by default."""
+    if not isinstance(values, Mapping):
+        example = {"techniques": "{'loss': 'off'}", "lossy": "{'float8': 'tensorwise'}"}[setting]
+        raise TypeError(f"{setting}={values!r}: give a mapping of a technique's name to its value, such as {example}.")
+    declared = declarations()
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in declared:
+            allowed = [one for one in declared if place_of(one) == (setting,)]
+            hint = nearest(str(name), list(declared)) or "."
+            raise ValueError(f"{setting} has no technique {name!r}{hint} Allowed: {', '.join(allowed)}.")
+        if place_of(name) != (setting,):
+            raise ValueError(f"{setting} does not take {name!r}: {written(name, value)} sets it.")
+        value = declared[name].read(value, f"{setting}.{name}")
+        found |= {} if value == declared[name].default else {name: _short(value)}
+    return found
+
+
+def _short(value: Any) -> Any:
+    return value.short() if isinstance(value, Options) else value
+
+
+def without_answers(memory: Any) -> MemoryOptions:
+    """A plan's ``memory`` that lets a step which runs out of it end the run."""
+    return replace(MemoryOptions.read(memory), on_oom="off")

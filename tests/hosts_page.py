@@ -22,21 +22,21 @@ from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 PAGE = Path(__file__).parent.parent / "docs" / "hosts.md"
 
 COLUMNS = {
-    'precision="auto"': "precision",
-    'matmul_precision="auto"': "products",
-    'flash_attention="auto"': "attention",
-    'inplace_activations="auto"': "in place",
-    'memory_format="auto"': "memory format",
-    'cudnn_benchmark="auto"': "cuDNN",
-    'loss="auto"': "loss",
-    'optimizer="auto"': "optimizer",
-    'allocator="auto"': "allocator",
-    'gradient_checkpointing="full"': "checkpointing",
-    'memory_budget="12GiB"': "memory budget",
-    'activation_offloading="disk"': "offloading",
-    'sparse_activations="auto"': "sparse activations",
-    'graphs="on"': "graphs",
-    'compile="on"': "compile",
+    "precision: auto": "precision",
+    "matmul_precision: auto": "products",
+    "flash_attention: auto": "attention",
+    "inplace_activations: auto": "in place",
+    "memory_format: auto": "memory format",
+    "cudnn_benchmark: auto": "cuDNN",
+    "loss: auto": "loss",
+    "optimizer: auto": "optimizer",
+    "allocator: auto": "allocator",
+    "gradient_checkpointing: full": "checkpointing",
+    "memory_budget: 12GiB": "memory budget",
+    "activation_offloading: disk": "offloading",
+    "sparse_activations: auto": "sparse activations",
+    "graphs: on": "graphs",
+    "compile: on": "compile",
 }
 
 
@@ -73,11 +73,11 @@ def _rows(forecasts: Mapping[str, Forecast]) -> Iterable[list[str]]:
     """Settings of which the same is to be said share a line, and those of one name the name."""
     lines: dict[str, dict[str, list[str]]] = {}
     for setting, said in forecasts.items():
-        name, _, value = setting.partition("=")
+        name, _, value = setting.partition(": ")
         words = f"no: {said.words}" if said.brief == "no" else said.words
         lines.setdefault(words, {}).setdefault(name, []).append(value)
     for words, settings in lines.items():
-        yield [", ".join(f"`{name}={'`, `'.join(values)}`" for name, values in settings.items()), words]
+        yield [", ".join(f"`{name}: {'`, `'.join(values)}`" for name, values in settings.items()), words]
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -154,7 +154,8 @@ def test_each_fit_is_beside_the_same_of_plain(benchmark: Callable[[str], Any]) -
 def test_all_techniques_at_once_are_a_plan(benchmark: Callable[[str], Any]) -> None:
     plan = benchmark("techniques").plan_with_all()
     assert isinstance(plan, Plan)
-    assert (plan.compile, plan.threads, plan.loss, plan.tune) == ("auto", "auto", "auto", "off")
+    assert [plan.of(one) for one in ("compile", "threads", "loss")] == ["auto", "auto", "auto"]
+    assert plan.trust == "checked"
     assert plan.is_off("graphs")  # which no plan has beside a compiler
 
 
@@ -175,7 +176,7 @@ def loop_of_blocks(benchmark: Callable[[str], Any]) -> Any:
     loops, model = benchmark("_tuning_loop"), Blocks()
     batches = iter(lambda: torch.ones(4, 8), None)
     task = loops.Task(model, lambda batch: model(batch).square().mean(), batches)
-    return loops.AcceleratedLoop(task, Plan(**OTHERS_OFF | {"compile": "auto"}, tune="off"))
+    return loops.AcceleratedLoop(task, Plan().replace(**OTHERS_OFF | {"compile": "auto"}, trust="checked"))
 
 
 @pytest.mark.usefixtures("compiler")

@@ -479,7 +479,9 @@ def test_it_serves_a_model_without_parameters() -> None:
 
 
 def test_the_report_names_device_and_every_technique() -> None:
-    handle = accelerate(TinyCNN(), Plan(precision="32-true", memory_format="off", inplace_activations=False))
+    handle = accelerate(
+        TinyCNN(), Plan(precision="32-true", techniques={"memory_format": "off", "inplace_activations": False})
+    )
     lines = handle.report.summary().splitlines()
     assert "(cpu)" in lines[0]
     assert [line.split()[1] for line in lines[1:]] == [f"{name}:" for name in declarations()]
@@ -487,7 +489,7 @@ def test_the_report_names_device_and_every_technique() -> None:
 
 
 def test_in_place_activations_need_no_trial_and_are_in_force_at_once() -> None:
-    handle = accelerate(TinyCNN(), Plan(precision="32-true", verify=False))
+    handle = accelerate(TinyCNN(), Plan(precision="32-true", trust="unchecked"))
     assert handle.report.of("inplace_activations").status == "in force"
     assert handle.report.applied("inplace_activations") != []
     handle.undo()

@@ -81,7 +81,7 @@ def test_both_sides_start_alike_and_see_the_same_batches(example: ModuleType, mo
             self.batches.append(batch[0].clone())
 
     shrunk(monkeypatch, example)
-    monkeypatch.setattr(example, "AccelPlugin", lambda: AccelPlugin(precision="32-true", log=False))
+    monkeypatch.setattr(example, "AccelPlugin", lambda: AccelPlugin(precision="32-true", report=False))
     plain, fast = Watch(), Watch()
     losses = []
     for watch in (plain, fast):

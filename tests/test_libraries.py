@@ -44,7 +44,7 @@ def test_neuralforecast(neuralforecast: Any) -> None:
     """Models pass on to the Trainer whatever they do not know."""
     from _downstream_data import frame
 
-    plugin = AccelPlugin(precision="32-true", tune="off")
+    plugin = AccelPlugin(precision="32-true", trust="checked")
     model = neuralforecast.models.NHITS(h=12, input_size=48, max_steps=20, plugins=[plugin], **QUIET)
     forecast = neuralforecast.NeuralForecast([model], freq="h")
     forecast.fit(frame())
@@ -85,7 +85,7 @@ def test_lightly(tmp_path: Path) -> None:
         def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
             return self.net(one), self.net(other)
 
-    model, plugin = Pair(), AccelPlugin(precision="32-true", tune="off")
+    model, plugin = Pair(), AccelPlugin(precision="32-true", trust="checked")
     images = LightlyDataset.from_torch_dataset(FakeData(32, (3, 32, 32)), transform=SimCLRTransform(input_size=32))
     optimizer = torch.optim.AdamW(model.parameters())
     embedding = SelfSupervisedEmbedding(model, NTXentLoss(), optimizer, DataLoader(images, batch_size=8))

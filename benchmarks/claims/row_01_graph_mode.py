@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.core.host import Host
@@ -76,14 +76,12 @@ def measure() -> Iterator[Figure | Missing]:
     handle.undo()
 
 
-def compiled_by_plan(model: nn.Module, x: Tensor) -> Handle:
+def compiled_by_plan(model: nn.Module, x: Tensor) -> AcceleratedModel:
     """Compiles the blocks of ``model`` as a plan does, by trial on its second training step."""
     plan = Plan(
-        compile="on",
         precision="32-true",
-        memory_format="off",
-        inplace_activations=False,
-        flash_attention="off",
+        compile="on",
+        techniques={"memory_format": "off", "inplace_activations": False, "flash_attention": "off"},
         strict=True,
     )
     handle = accelerate(model, plan)

@@ -94,4 +94,6 @@ def training_step(precision: PrecisionSetting, inputs: int, outputs: int) -> Cal
 
 def amp_plan(precision: PrecisionSetting) -> Plan:
     """Mixed precision and nothing else."""
-    return Plan(precision=precision, memory_format="off", inplace_activations=False, flash_attention="off")
+    return Plan(
+        precision=precision, techniques={"memory_format": "off", "inplace_activations": False, "flash_attention": "off"}
+    )

@@ -67,7 +67,9 @@ def trained_accuracy(precision: PrecisionSetting, seed: int, epochs: int = EPOCH
     torch.manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     model = DigitsNet()
-    plugin = AccelPlugin(precision=precision, memory_format="off", inplace_activations=False, log=False)
+    plugin = AccelPlugin(
+        precision=precision, techniques={"memory_format": "off", "inplace_activations": False}, report=False
+    )
     with quiet_lightning():
         trainer = Trainer(
             accelerator=device().type,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Claim, Figure, Target, counted
 from lightning_accel.claims.measure import device, interleaved_ms, peak_step_bytes, speedup
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
@@ -105,7 +105,7 @@ def _by_length(peaks: dict[int, int]) -> str:
     return ", ".join(f"{length}: {size / 2**20:.3g} MiB" for length, size in peaks.items())
 
 
-def fused_on_trial(model: nn.Module, precision: PrecisionSetting) -> Handle:
+def fused_on_trial(model: nn.Module, precision: PrecisionSetting) -> AcceleratedModel:
     """Has ``model`` fused as a plan does it, by trial on its first step, in force from the second on."""
     handle = accelerate(model, plan("sdpa", precision))
     step = attend(model, inputs(1, L, D), handle, with_backward=True)
@@ -117,12 +117,10 @@ def fused_on_trial(model: nn.Module, precision: PrecisionSetting) -> Handle:
 def plan(backend: Any, precision: PrecisionSetting, *, verify: bool = True) -> Plan:
     """Flash attention, mixed precision where it is asked for, and nothing else."""
     return Plan(
-        flash_attention=backend,
         precision=precision,
-        memory_format="off",
-        inplace_activations=False,
+        techniques={"flash_attention": backend, "memory_format": "off", "inplace_activations": False},
+        trust="measured" if verify else "unchecked",
         strict=True,
-        verify=verify,
     )
 
 
@@ -132,7 +130,7 @@ def inputs(batch: int, length: int, width: int) -> list[Tensor]:
     return [torch.randn(batch, length, width, device=device(), requires_grad=True) for _ in range(3)]
 
 
-def attend(model: nn.Module, qkv: list[Tensor], handle: Handle, *, with_backward: bool) -> Callable[[], None]:
+def attend(model: nn.Module, qkv: list[Tensor], handle: AcceleratedModel, *, with_backward: bool) -> Callable[[], None]:
     """A pass over ``qkv``; no gradient is left."""
 
     def run() -> None:
@@ -146,7 +144,7 @@ def attend(model: nn.Module, qkv: list[Tensor], handle: Handle, *, with_backward
     return run
 
 
-def peak_bytes(model: nn.Module, length: int, handle: Handle) -> int:
+def peak_bytes(model: nn.Module, length: int, handle: AcceleratedModel) -> int:
     """Peak of forward and backward on ``length`` tokens, beyond the inputs."""
     run = attend(model, inputs(MEMORY_B, length, MEMORY_D), handle, with_backward=True)
     if length == LENGTHS[0]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.techniques.memory_format import MemoryFormatSetting
@@ -40,7 +40,9 @@ def measure() -> Iterator[Figure]:
         yield speedup(f"training in {precision}", times["off"], times["channels_last"], Target("more than", 1))
 
 
-def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSetting) -> tuple[Handle, Callable[[], None]]:
+def training_step(
+    memory_format: MemoryFormatSetting, precision: PrecisionSetting
+) -> tuple[AcceleratedModel, Callable[[], None]]:
     """A step of a small convolutional network on images of 64x64, accelerated by the memory format alone.
 
     16 images on a CPU, 256 on a GPU, which fewer leave idle.
@@ -55,10 +57,8 @@ def training_step(memory_format: MemoryFormatSetting, precision: PrecisionSettin
     # Untried: what is claimed is speed, and a trial gives the layout back where sums come out rounded otherwise.
     plan = Plan(
         precision=precision,
-        memory_format=memory_format,
-        inplace_activations=False,
-        flash_attention="off",
-        verify=False,
+        techniques={"memory_format": memory_format, "inplace_activations": False, "flash_attention": "off"},
+        trust="unchecked",
     )
     handle = accelerate(model, plan)
 

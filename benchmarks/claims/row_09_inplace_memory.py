@@ -84,7 +84,10 @@ def training_step(activation: type[nn.Module], inplace: bool) -> Callable[[], No
     ]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 32 * 32, 10)).to(device())
     images, labels = torch.randn(16, 3, 32, 32, device=device()), torch.randint(10, (16,), device=device())
-    plan = Plan(precision="32-true", memory_format="off", flash_attention="off", inplace_activations=inplace)
+    plan = Plan(
+        precision="32-true",
+        techniques={"memory_format": "off", "flash_attention": "off", "inplace_activations": inplace},
+    )
     handle = accelerate(model, plan)
 
     def step() -> None:

@@ -116,7 +116,7 @@ def trained(images: Tensor, labels: Tensor, *, width: int = WIDTH, epochs: int =
     wide = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
     model = nn.Sequential(*wide, nn.Linear(width, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    handle = accelerate(model, Plan(inplace_activations=False))
+    handle = accelerate(model, Plan(techniques={"inplace_activations": False}))
     for _ in range(epochs):
         for chosen in torch.randperm(len(images)).split(128):
             with handle.step():

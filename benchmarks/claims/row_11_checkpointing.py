@@ -55,11 +55,9 @@ class Training:
         self.model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device())
         self.x = torch.randn(BATCH, LENGTH, WIDTH, device=device())
         plan = Plan(
-            gradient_checkpointing=mode,
             precision="32-true",
-            memory_format="off",
-            flash_attention="off",
-            inplace_activations=False,
+            memory={"checkpoint": mode},
+            techniques={"memory_format": "off", "flash_attention": "off", "inplace_activations": False},
         )
         self.handle = accelerate(self.model, plan)
         for _ in range(3):

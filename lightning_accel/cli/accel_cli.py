@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import Self, override
 
-from lightning_accel.arguments import arguments
+from lightning_accel.arguments import DEFAULTS, written
 from lightning_accel.cli.tune_command import TunableTrainer, TuneOptions, check_out, places_in, with_sections
 from lightning_accel.core.atomic_write import write_whole
 from lightning_accel.core.checks import nearest
@@ -33,11 +33,13 @@ from lightning_accel.lightning.packages import (
     own,
     package_of,
 )
+from lightning_accel.lightning.parser_errors import complain
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.lightning.private import parser_actions
 from lightning_accel.lightning.xla_plugin import AccelXLAPlugin
 from lightning_accel.search.tune import tune
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.registry import declarations
 
 _XLA = ("xla", "single_xla")
 # Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
@@ -48,12 +50,9 @@ _INSTEAD = {
 _TRAINER_CLASS = 4  # its place among LightningCLI's positional arguments
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
-# section's name before it), in init_args, on the command line.
+# section's name before it), on the command line.
 _UNKNOWN_KEY = re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'")
 _UNKNOWN_PATH = re.compile(r"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'")
-_UNKNOWN_INIT_ARG = re.compile(
-    r"class_path 'lightning_accel\.[^']*AccelPlugin':\s+Option '(?P<key>[^']+)' is not accepted"
-)
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 
 
@@ -62,7 +61,10 @@ class AccelArgumentParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        super().error(message + _hint(message, _setting_names(self)), ex)
+        hint = _hint(message, _setting_names(self))
+        if hint or message.startswith("accel: "):
+            complain(self, message + hint)
+        super().error(message, ex)
 
 
 class AccelCLI(LightningCLI):
@@ -231,13 +233,13 @@ def _set_argv(arguments: list[str]) -> None:
 
 
 def _hint(message: str, names: list[str]) -> str:
+    if (known := _UNKNOWN_FLAG.search(message) or _UNKNOWN_KEY.search(message) or _UNKNOWN_PATH.search(message)) and (
+        key := known["key"].rpartition("accel.")[2]
+    ) in declarations():
+        return f": {written(key, '...')} sets it."
     if unknown := _UNKNOWN_KEY.search(message):
         group = unknown["group"] + "."
         return nearest(unknown["key"], [name.removeprefix(group) for name in names if name.startswith(group)])
-    if unknown := _UNKNOWN_INIT_ARG.search(message):
-        # Far up in a message of fifty lines: named again where the eye falls.
-        settings = list(arguments())
-        return f"\nAccelPlugin has no argument {unknown['key']!r}{nearest(unknown['key'], settings)}"
     if unknown := _UNKNOWN_PATH.search(message) or _UNKNOWN_FLAG.search(message):
         return nearest(unknown["key"], names)
     return ""
@@ -245,7 +247,7 @@ def _hint(message: str, names: list[str]) -> str:
 
 def _setting_names(parser: Any) -> list[str]:
     """Every key that ``parser`` and the parsers of its subcommands know, dotted."""
-    names = {f"accel.{name}" for name in arguments()}
+    names = {f"accel.{name}" for name in DEFAULTS}
     for action in parser_actions(parser):
         names.add(action.dest)
         if isinstance(action.choices, Mapping):

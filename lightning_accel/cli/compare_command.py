@@ -38,11 +38,11 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
-    from lightning_accel.evidence.compare import compare  # late: --help answers without torch
+    from lightning_accel.evidence.compare import compare_runs  # late: --help answers without torch
     from lightning_accel.evidence.record_reader import read_record
 
     a, b = read_record(arguments.run_a), read_record(arguments.run_b)
-    found = compare(a, b)
+    found = compare_runs(a, b)
     worse = judged(found, arguments.gate)
     if arguments.json:
         print(json.dumps({"a": str(a.path), "b": str(b.path), **found.to_dict(), "worse": worse}, indent=2))

@@ -14,6 +14,7 @@ from lightning_accel.assembly import build_context
 from lightning_accel.core.host import Host
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.registry import declarations
 from lightning_accel.techniques.technique_context import Forecast
 
 
@@ -76,10 +77,15 @@ def forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
     """What the settings of ``plan`` come to on ``host``; the model, which is looked at for sites, may be elsewhere.
 
     Returns:
-        What the technique says of each setting, which is written with its value: ``'memory_format="auto"'``.
+        What the technique says of each setting, which is written with its value: ``"memory_format: auto"``.
     """
+    declared = declarations()
     around = build_context(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)
-    return {f'{one.name}="{getattr(plan, one.name)}"': _forecast(one, host, model) for one in around.techniques}
+    return {
+        f"{name}: {declared[name].switch(around.settings[name])}": _forecast(one, host, model)
+        for one in around.techniques
+        for name in [one.name]
+    }
 
 
 def _forecast(technique: Technique, host: Host, model: nn.Module) -> Forecast:

@@ -58,14 +58,14 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit status."""
-    from lightning_accel.deploy.comparing import compare  # late: --help answers without torch
+    from lightning_accel.deploy.comparing import compare_forms  # late: --help answers without torch
     from lightning_accel.evidence.served import add_to_record
 
     record = _record_of(arguments.run, arguments.checkpoint)
     model = checkpoints.load_model(arguments.checkpoint, arguments.model)
     data = batches_of(arguments.data, "--data", at_most=MAX_BATCHES)
     metrics = _metrics(arguments.metrics) if arguments.metrics else None
-    found = compare(model, arguments.forms, data, metrics, max_drop=arguments.max_drop, seconds=arguments.seconds)
+    found = compare_forms(model, arguments.forms, data, metrics, max_drop=arguments.max_drop, seconds=arguments.seconds)
     if record is not None:
         add_to_record(record, arguments.checkpoint, found.to_dict())
     if arguments.json:

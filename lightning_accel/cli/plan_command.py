@@ -202,5 +202,5 @@ def _trainer(strategy: Strategy, run: DecoderRun, devices: int) -> str:
         where = f"devices={_PER_MACHINE}, num_nodes={devices // _PER_MACHINE}"
     settings = f'precision="{run.precision}"'
     if run.checkpointing != "off":
-        settings += f', gradient_checkpointing="{run.checkpointing}"'
+        settings += f', memory={{"checkpoint": "{run.checkpointing}"}}'
     return f'Trainer(strategy="{strategy}", {where}, plugins=[AccelPlugin({settings})])'

@@ -9,6 +9,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
+_LEAST_BARE = 2**20  # a smaller number was not meant in bytes
 _WRITTEN = re.compile(r"\s*(-?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
@@ -19,7 +20,7 @@ def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | f
         name: The setting, for errors.
         value: An int of bytes, or text: a number and a unit (``B``, ``kB`` … ``TB`` in steps of 1000, ``KiB`` …
             ``TiB`` in steps of 1024).
-        fractions: Whether a fraction of the device is allowed too: a float above 0 and up to 1, or text like ``"60%"``.
+        fractions: Whether a share of the device is allowed too, ``"60%"``. A small number is then asked for its unit.
 
     Returns:
         An int of bytes, or a float: the fraction.
@@ -30,33 +31,24 @@ def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | f
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. {_allowed(fractions)}")
-    amount = _parse(value) if isinstance(value, str) else value
-    if amount is None or amount != amount:
+    is_bytes = isinstance(value, int) and not (fractions and value < _LEAST_BARE)
+    match = _WRITTEN.fullmatch(f"{value}B" if is_bytes else str(value))
+    number, unit = (float(match[1]), match[2].lower()) if match else (0.0, None)
+    if unit is None or (unit and unit not in _UNITS and not (unit == "%" and fractions)):
         raise ValueError(f"{name}={value!r} is no amount of memory. {_allowed(fractions)}")
-    if amount <= 0:
+    if number <= 0:
         raise ValueError(f"{name}={value!r} is not positive. {_allowed(fractions)}")
-    if isinstance(amount, float) and not (fractions and amount <= 1):
-        if fractions and isinstance(value, str) and "%" in value:
-            raise ValueError(f"{name}={value!r} is more than the device has. {_allowed(fractions)}")
-        hint = f" Did you mean '{amount:g}GiB'?" if 1 < amount < 1e6 else ""
-        raise ValueError(f"{name}={value!r} has no unit.{hint} {_allowed(fractions)}")
-    return amount
-
-
-def _parse(text: str) -> int | float | None:
-    """Bytes as an int, a fraction as a float, None for nonsense."""
-    match = _WRITTEN.fullmatch(text)
-    if match is None:
-        return None
-    number, unit = float(match[1]), match[2].lower()
-    if unit in ("", "%"):
-        return number / 100 if unit else number
-    return round(number * _UNITS[unit]) if unit in _UNITS else None
+    if not unit:
+        share = f" or '{number * (100 if number <= 1 else 1):g}%'" if fractions and number <= 100 else ""
+        raise ValueError(f"{name}={value!r}: {number:g} what? '{number:g}GiB'{share}.")
+    if unit == "%" and number > 100:
+        raise ValueError(f"{name}={value!r} is more than the device has. {_allowed(fractions)}")
+    return number / 100 if unit == "%" else round(number * _UNITS[unit])
 
 
 def _allowed(fractions: bool) -> str:
-    fraction = ", or a fraction of the device such as 0.6" if fractions else ""
-    return f"Allowed: an int of bytes, text such as '12GiB' or '500MB'{fraction}."
+    share = ", or a share of the device such as '40%'" if fractions else ""
+    return f"Allowed: an int of bytes, text such as '12GiB' or '500MB'{share}."
 
 
 def format_bytes(size: float) -> str:

@@ -31,30 +31,3 @@ def check_choice(name: str, value: Any, allowed: Sequence[str], more: str = "") 
     if not isinstance(value, str) or value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed) + (f", {more}" if more else "")
         raise ValueError(f"{name}={value!r}{nearest(str(value), allowed) or '.'} Allowed: {choices}.")
-
-
-def check_ending(name: str, value: Any, endings: Sequence[str]) -> None:
-    """Raises a ``ValueError`` unless ``value`` is ``"off"`` or the path of a file that ends in one of ``endings``."""
-    if value != "off" and not (isinstance(value, str) and value.endswith(tuple(endings))):
-        raise ValueError(f"{name}={value!r}. Allowed: 'off', and a file that ends in {', '.join(endings)}.")
-
-
-def check_bool(name: str, value: Any) -> None:
-    """Raises a ``TypeError`` unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. Allowed: True, False.")
-
-
-def switch(value: Any, *, on: str) -> Any:
-    """``value``, or what a bool in its place means: YAML 1.1 reads a bare ``off`` or ``on`` as one."""
-    return {True: on, False: "off"}[value] if isinstance(value, bool) else value
-
-
-def names_given(setting: str, value: Any) -> tuple[str, ...]:
-    """``value`` as a tuple of names; a ``TypeError`` unless it is a list of them."""
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise TypeError(
-            f"{setting}={value!r}: give a list of class names or module paths,"
-            " such as ['TransformerBlock', 'encoder.layers.0']."
-        )
-    return tuple(value)

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_accel.deploy.comparing import compare as compare
+    from lightning_accel.deploy.comparing import compare_forms as compare_forms
     from lightning_accel.deploy.errors import DynamicDimensionError as DynamicDimensionError
     from lightning_accel.deploy.errors import ExportError as ExportError
     from lightning_accel.deploy.errors import MissingPackageError as MissingPackageError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_accel.deploy.quantizing import quantize as quantize
 
 _HOMES = {
-    "compare": "comparing",
+    "compare_forms": "comparing",
     **dict.fromkeys(("Comparison", "Measured"), "measured_forms"),
     **dict.fromkeys(("DynamicDimensionError", "ExportError", "MissingPackageError", "QuantizeError"), "errors"),
     **dict.fromkeys(("Exported", "export"), "exporting"),

@@ -1,4 +1,4 @@
-"""Which numbers each form holds: the one table that ``export``, ``compare`` and the commands go by."""
+"""Which numbers each form holds: the one table that ``export``, ``compare_forms`` and the commands go by."""
 
 from __future__ import annotations
 

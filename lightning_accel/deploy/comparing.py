@@ -46,7 +46,7 @@ _ROUNDING = 0.01
 """Of the outputs' norm: what forms of the same numbers are off by stays below, in bfloat16 too."""
 
 
-def compare(
+def compare_forms(
     model: nn.Module,
     forms: Sequence[str],
     loader: Iterable[Any],

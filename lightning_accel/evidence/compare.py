@@ -88,7 +88,7 @@ def interval_to_dict(interval: RatioInterval) -> dict[str, Any]:
     return {"ratio": interval.ratio, "interval": [interval.low, high]}
 
 
-def compare(a: Record, b: Record) -> RunComparison:
+def compare_runs(a: Record, b: Record) -> RunComparison:
     """B beside A.
 
     Raises:

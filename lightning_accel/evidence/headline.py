@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.evidence.amounts import duration
-from lightning_accel.evidence.compare import compare
+from lightning_accel.evidence.compare import compare_runs
 from lightning_accel.evidence.diagnosis import Finding, diagnose
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Record
@@ -146,7 +147,6 @@ def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
     """What was given, with what live trials have settled written out; empty where that cannot be told."""
     if record.header.settings is None:
         return dict(_PLAIN)
-    defaults = Plan()
     try:
         plan = Plan.from_dict(record.header.settings)
     except (TypeError, ValueError):  # of another version, or of a technique that is not here
@@ -155,20 +155,15 @@ def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
     resting = [name for name, one in techniques.items() if one.get("rests")]
     choices = {**dict.fromkeys(resting, "off"), **(tuning.get("choices") or {})}
     for arm, choice in choices.items() if tuning.get("is_settled") else ():
-        if arm not in defaults.to_dict():
-            continue
-        try:
+        # An arm that is no technique here, or a choice that is no setting, is left out.
+        with suppress(TypeError, ValueError):
             plan = plan.replace(**{arm: choice})
-        except (TypeError, ValueError):  # a choice that is no setting
-            continue
-    given, plain = plan.to_dict(), defaults.to_dict()
-    other = {name: value for name, value in given.items() if value != plain[name]}
-    if not other:
+    if plan == Plan():
         return dict(_PLAIN)
-    arguments = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    accel = {"accel": plan.to_dict(whole=False)}
     return {
-        "python": f"Trainer(plugins=[AccelPlugin({arguments})])",
-        "yaml": yaml.safe_dump({"accel": other}, sort_keys=False, allow_unicode=True).strip(),
+        "python": f"Trainer(plugins=[Accel{repr(plan).replace('Plan(', 'Plugin(', 1)}])",
+        "yaml": yaml.safe_dump(accel, sort_keys=False, allow_unicode=True).strip(),
     }
 
 
@@ -182,7 +177,7 @@ def outcomes_of(
         try:
             found = diagnose(before, peaks if is_same_machine else None)
             done = [one for one in found if (one.speedup or 1.0) > _WORTH and one.name not in now]
-            speed = compare(before, record).speed if done else None
+            speed = compare_runs(before, record).speed if done else None
         except MALFORMED:  # another's record that is damaged, or not of this training: nothing of this run
             continue
         if speed is None:

@@ -28,7 +28,7 @@ from typing import Any
 from lightning_accel.evidence.compare import (
     NotComparableError,
     RunComparison,
-    compare,
+    compare_runs,
     interval_to_dict,
 )
 from lightning_accel.evidence.record import Record
@@ -83,7 +83,7 @@ def bench(a: Sequence[Record], b: Sequence[Record]) -> RunGroups:
     """Runs of B beside as many of A, in the order in which they ran.
 
     Raises:
-        NotComparableError: As of :func:`compare`; or not all runs begin at the same step.
+        NotComparableError: As of :func:`compare_runs`; or not all runs begin at the same step.
     """
     begins = sorted({record.steps[0].first for record in (*a, *b) if record.steps})
     if len(begins) > 1:
@@ -91,7 +91,7 @@ def bench(a: Sequence[Record], b: Sequence[Record]) -> RunGroups:
             f"The runs begin at different steps, {' and '.join(map(str, begins))}: some went on where others had ended."
             " Let every run begin anew, or at a checkpoint that is the same for all."
         )
-    pairs = [compare(*pair) for pair in zip(a, b, strict=True)]
+    pairs = [compare_runs(*pair) for pair in zip(a, b, strict=True)]
     by_sample = know_samples(steps for one in (*a, *b) for steps in one.steps)
 
     def rate_of(one: Record) -> float:

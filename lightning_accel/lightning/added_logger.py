@@ -24,7 +24,7 @@ class AddedLogger:
     @classmethod
     def where_wanted(cls, plan: Plan, trainer: Trainer, module: LightningModule) -> AddedLogger | None:
         """For the fit that begins; None where the plan logs nothing, and where the user has a logger of this kind."""
-        if not plan.log or trainer.barebones or speed_memory_loggers(trainer):
+        if not plan.report or trainer.barebones or speed_memory_loggers(trainer):
             return None
         return cls(trainer, module)
 

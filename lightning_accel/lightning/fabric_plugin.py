@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.assembly import AcceleratedModel, accelerate
 from lightning_accel.lightning.packages import FabricPrecision
 from lightning_accel.lightning.plugin_base import PluginBase, Reports
 from lightning_accel.settings import Plan
@@ -40,10 +40,11 @@ class AccelFabricPlugin(PluginBase, FabricPrecision):
     @override
     def _configure(self, settings: dict[str, Any]) -> None:
         self.plan = Plan(**settings)
-        self.precision = "32-true" if self.plan.precision == "auto" else self.plan.precision
+        precision = self.plan.of("precision")
+        self.precision = "32-true" if precision == "auto" else precision
         self._reports = Reports()
         self._modules: list[nn.Module] = []
-        self._handle: Handle | None = None
+        self._handle: AcceleratedModel | None = None
         self._ends_step: Any = None  # the optimizer that does
         self._is_in_step = False  # a forward of it has begun
 

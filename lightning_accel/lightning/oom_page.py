@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
 from lightning_accel.assembly import NamedFallback
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.engine import Engine
@@ -57,7 +59,7 @@ class OomPage:
             f"{what} ran out of memory{where}: {why}.",
             asked,
             inventory,
-            [*map(self._outcome, self._put_on), *([f"out_of_memory='split': {self._split}"] if is_split else [])],
+            [*map(self._outcome, self._put_on), *([f"memory.on_oom='split': {self._split}"] if is_split else [])],
             self._remedies() if is_training and within != OPTIMIZER else [],
             next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), None),
             trainer.accumulate_grad_batches if is_training else None,
@@ -71,7 +73,12 @@ class OomPage:
         return f"{named}: {record.outcome()} ({len(record.changes)} sites{''.join(left_alone)})"
 
     def _remedies(self) -> list[Remedy]:
-        found = [Remedy(one.name, one.settings, one.fallback.keeps, one.fallback.only_anew) for one in self._left]
-        if any(one.setting == "gradient_checkpointing" for one in found):  # of which the planner makes the best mix
-            found.insert(0, Remedy("memory_budget", "90%", None, "plans the fastest mix that fits, block by block"))
+        found = [Remedy(str(one), _in_yaml(one), one.fallback.keeps, one.fallback.only_anew) for one in self._left]
+        if any(one.name == "gradient_checkpointing" for one in self._left):  # of which the planner makes the best mix
+            mix = "plans the fastest mix that fits, block by block"
+            found.insert(0, Remedy("memory='90%'", "memory: 90%", None, mix))
         return found
+
+
+def _in_yaml(named: NamedFallback) -> str:
+    return yaml.safe_dump(named.plan.to_dict(whole=False), default_flow_style=True).strip()[1:-1]

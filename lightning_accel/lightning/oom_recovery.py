@@ -151,7 +151,7 @@ class OomRecovery(Layer):
         elif most is not None:
             self._engine.report.note(
                 f"the run before had its batches in parts of at most {most} samples, against a lack of memory: this one"
-                " has not, without out_of_memory='split'"
+                " has not, without memory.on_oom='split'"
             )
 
     @property

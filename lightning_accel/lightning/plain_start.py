@@ -90,7 +90,7 @@ class PlainStart:
 
     def raised(self, error: Exception) -> None:
         """Raises a :class:`StepMemoryError` in place of an error for lack of memory; else does nothing."""
-        if not is_out_of_memory(error) or self._plan.out_of_memory == "off":
+        if not is_out_of_memory(error) or self._plan.on_oom == "off":
             return
         with contextlib.suppress(Exception):  # the user's own error is worth more than what could be said of it
             self._run = self._run or self._make_run()

@@ -67,7 +67,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
     @override
     def _configure(self, settings: dict[str, Any]) -> None:
         self.plan = Plan(**settings)
-        precision = self.plan.precision
+        self._asked = precision = self.plan.of("precision")
         at_first: ResolvedPrecision = "32-true" if precision == "auto" else precision
         AutocastPrecision.__init__(self, at_first, "cpu", is_chosen=precision == "auto")
         self.purse: Purse | None = None
@@ -102,10 +102,10 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         trainer = module.trainer
         host = Host.detect(trainer.strategy.root_device)
         self.prepare(trainer, host.device_type)
-        precision, reason = resolve_precision(self.plan.precision, host)
+        precision, reason = resolve_precision(self._asked, host)
         if trainer.world_size > 1:
             check_devices(host, precision)
-        if self.plan.precision == "auto" and (own := own_format(module)):
+        if self._asked == "auto" and (own := own_format(module)):
             precision, reason = "32-true", f"the model has {own} of its own"
         self._kept.be_of(module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -119,13 +119,13 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if not is_plain or (not is_fitting and self._has_proven()):
             start(make_run())
             return module
-        self.set_precision("32-true" if self.plan.precision == "auto" else precision)
+        self.set_precision("32-true" if self._asked == "auto" else precision)
         self._reports.begin(plain_report(host, self.plan, self.precision, self._planned), is_fitting=is_fitting)
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
         assert self.purse is not None
-        wins_untried = self.plan.precision == "auto" and precision != "32-true"
+        wins_untried = self._asked == "auto" and precision != "32-true"
         terms = module, host, self.plan, self._kept, self.purse
         self._plain_start = PlainStart(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
         if may_lack_memory(trainer.strategy.root_device):
@@ -193,7 +193,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         """Has the rest of the run be the user's own: nothing was faster."""
         run.close()
         self._run = None
-        if self.plan.precision == "auto":
+        if self._asked == "auto":
             self.set_precision("32-true")
         if self._plain_start is not None and not self._plain_start.goes_on():
             self._plain_start.close()

@@ -7,10 +7,9 @@ from typing import Any
 import yaml
 from typing_extensions import Self
 
-from lightning_accel.arguments import Arguments, RunSettings
+from lightning_accel.arguments import Arguments
 from lightning_accel.core.report import Report
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.registry import declarations
 
 
 class Reports:
@@ -70,26 +69,16 @@ class PluginBase(Arguments):
         """Adds a line to the report of the run that is under way."""
         self._reports.running.note(line)
 
-    def given(self) -> dict[str, Any]:
-        """The settings that are not the default ones."""
-        declared = declarations()
-
-        def is_default(name: str, value: Any) -> bool:
-            return declared[name].is_default(value) if name in declared else value == getattr(RunSettings, name)
-
-        return {name: value for name, value in vars(self.plan).items() if not is_default(name, value)}
-
     def __repr__(self) -> str:
         """As it would be written."""
-        given = {"precision": self.plan.precision, **self.given()}
+        given = {"precision": self.plan.precision, **self.plan.given()}
         return f"{type(self).__name__}({', '.join(f'{setting}={value!r}' for setting, value in given.items())})"
 
 
 def _in_yaml(dumper: yaml.Dumper, plugin: PluginBase) -> yaml.Node:
     """As Lightning's command line has it. Libraries have loggers write what a Trainer was given, for every fit."""
     kind = type(plugin)
-    values = plugin.plan.to_dict()
-    given = {name: values[name] for name in plugin.given()}
+    given = plugin.plan.to_dict(whole=False)
     return dumper.represent_data({"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": given})
 
 

@@ -69,11 +69,11 @@ class Run:
         self.is_started = False
         self._context = build_context(plan, module, host, device=trainer.strategy.root_device)
         self.engine = engine_of(module, host, plan, self._context, kept, purse)
-        self._is_answering = plan.out_of_memory != "off"
+        self._is_answering = plan.on_oom != "off"
         # FSDP's ranks gather parameters within a step, which none can repeat alone.
         self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
         self._split: SplitBatches | None = None
-        if plan.out_of_memory == "split" and self.is_fitting and self._can_repeat:
+        if plan.on_oom == "split" and self.is_fitting and self._can_repeat:
             self._split = SplitBatches(module, precision, self.engine.report, precision.scaled)
         self.memory = OomRecovery(
             module,
@@ -129,7 +129,7 @@ class Run:
         own_arms = self._precision.arms
         if self.is_fitting:
             has_something = self._is_in_force() or engine.is_at_work
-            if plan.tune == "auto" and plan.verify and has_something:
+            if plan.trust == "measured" and has_something:
                 self.live = LiveTuning(
                     trainer,
                     engine,
@@ -142,7 +142,7 @@ class Run:
                     program,
                 )
                 self._add(*self.live.turns.patches())
-        elif self._kept.tuning is not None and plan.tune == "auto":
+        elif self._kept.tuning is not None and plan.trust != "checked":
             set_choices(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
     def _guards(self) -> Iterator[Layer]:
@@ -202,7 +202,7 @@ class Run:
 
     def _leave_page(self, page: StepMemoryError) -> None:
         """Leaves the page as a file. In a fit, the SpeedMemoryLogger does that."""
-        if self._plan.log and not self.is_fitting:
+        if self._plan.report and not self.is_fitting:
             leave_page_of_evaluation(self._module.trainer, page)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:

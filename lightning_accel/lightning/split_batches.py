@@ -106,7 +106,7 @@ class SplitBatches(Layer):
         record.is_on, record.status = most is not None, str(self)
 
     def _refuse(self, why: str) -> None:
-        self._report.note(f"out_of_memory='split': {why}")
+        self._report.note(f"memory.on_oom='split': {why}")
 
     # -- a step --------------------------------------------------------------------------------------------------
 

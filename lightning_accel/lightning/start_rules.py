@@ -25,9 +25,9 @@ _WAITS = "waiting for plain steps that tell what it may cost"
 
 def asks_by_name(plan: Plan) -> bool:
     """Whether a plan asks by name for something that has to act from the first step on."""
-    return plan.out_of_memory == "split" or any(
-        not (declaration.is_default(value := getattr(plan, name)) or declaration.is_off(value))
-        for name, declaration in declarations().items()
+    return plan.on_oom == "split" or any(
+        not (value == declaration.default or declaration.is_off(value))
+        for (name, declaration), value in zip(declarations().items(), plan.settings().values(), strict=True)
         if name != "precision"  # which needs no edits
     )
 
@@ -40,11 +40,11 @@ def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str
     """
     trainer = module.trainer
     strategy: Strategy = trainer.strategy
-    by_clock = plan.tune == "auto" and plan.verify and not torch.are_deterministic_algorithms_enabled()
+    by_clock = plan.trust == "measured" and not torch.are_deterministic_algorithms_enabled()
     is_new = trainer.ckpt_path is None and not (kept.tuning or kept.decisions or kept.put_on)
     is_to_stay = is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
     is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
-    has_scaler = precision == "16-mixed" and plan.precision == "auto"  # with which a step is of another kind
+    has_scaler = precision == "16-mixed" and plan.of("precision") == "auto"  # with which a step is of another kind
     feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
     # A step that takes its batches from the loader itself has no moment at which the plan could go to work.
     return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))

@@ -20,7 +20,7 @@ from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.trainer_plugin import TrainerPlugin
 from lightning_accel.lightning.xla_compilations import Compilations
-from lightning_accel.settings import Plan
+from lightning_accel.settings import Plan, without_answers
 from lightning_accel.techniques.mixed_precision import Autocast, resolve_precision
 
 _NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
@@ -52,7 +52,7 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
     @override
     def _configure(self, settings: dict[str, Any]) -> None:
         self.plan = Plan(**settings)
-        if self.plan.precision == "16-mixed":
+        if self.plan.of("precision") == "16-mixed":
             raise ValueError(
                 "AccelXLAPlugin(precision='16-mixed'): float16 needs a gradient scaler, which would stop XLA at every"
                 " step, and TPUs compute in bfloat16. Allowed: 'auto', '32-true', 'bf16-mixed'."
@@ -77,19 +77,22 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
                 f"AccelXLAPlugin with {type(strategy).__name__} on {strategy.root_device}: it is for"
                 " SingleDeviceXLAStrategy and XLAStrategy. Elsewhere use AccelPlugin."
             )
-        precision, reason = resolve_precision(self.plan.precision, host)
+        precision, reason = resolve_precision(self.plan.of("precision"), host)
         self.set_precision(precision)
         kept = xla.keep_programs(xla_folder())
         # Neither can be had; what was asked for by name is said aloud, below.
-        self._run = Run(module, host, self.plan.replace(tune="off", out_of_memory="off"), self, RunState())
+        on_oom = self.plan.on_oom
+        trust = "checked" if self.plan.trust == "measured" else self.plan.trust
+        plan = self.plan.replace(trust=trust, memory=without_answers(self.plan.memory))
+        self._run = Run(module, host, plan, self, RunState())
         report = self._run.engine.report
         self._reports.begin(report, is_fitting=self._run.is_fitting)
         report.of("precision").change("decided", f"{self.precision}: {reason}", is_on=self.precision != "32-true")
-        if self.plan.tune != "off":
+        if self.plan.trust == "measured":
             report.note(_NO_TRIALS)
-        if self.plan.out_of_memory == "split":
+        if on_oom == "split":
             self._run.engine.degrade(_NO_ANSWERS)
-        elif self.plan.out_of_memory != "off":
+        elif on_oom != "off":
             report.note(_NO_ANSWERS)
         self._compilations = Compilations(strategy, report, kept)
         self._compilations.apply()

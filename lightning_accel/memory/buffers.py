@@ -142,7 +142,7 @@ class HostPool(Pool):
         kind = "pinned host memory" if self._pinned else "host memory"
         raise OffloadingError(
             f"no {format_bytes(size)} more of {kind} beyond the {format_bytes(self.total_bytes)} in use"
-            f" ({self._failure}). Raise min_bytes, free memory of the host, or use activation_offloading='disk'."
+            f" ({self._failure}). Raise min_bytes, free memory of the host, or use memory.offload='disk'."
         )
 
 
@@ -161,7 +161,7 @@ class SpillFile(Pool):
             self._file: IO[bytes] = tempfile.TemporaryFile(prefix="lightning-accel-", dir=folder)  # noqa: SIM115
         except OSError as error:
             raise OffloadingError(
-                f"activation_offloading='disk': no file can be made in {self._folder} ({error.strerror})."
+                f"memory.offload='disk': no file can be made in {self._folder} ({error.strerror})."
                 " Name a folder that exists and can be written to: {'to': 'disk', 'folder': '/scratch'}."
             ) from error
         weakref.finalize(self, self._file.close)  # for those who forget to
@@ -193,11 +193,11 @@ class SpillFile(Pool):
             with suppress(OSError):
                 free = f"{format_bytes(shutil.disk_usage(self._folder).free)} free"
             raise OffloadingError(
-                f"activation_offloading='disk' needs {format_bytes(size)} more in {self._folder!r}, beyond the"
+                f"memory.offload='disk' needs {format_bytes(size)} more in {self._folder!r}, beyond the"
                 f" {format_bytes(self.total_bytes)} there: {os.strerror(error.errno)} ({free}). This"
                 " step is lost, parameters and optimizer are as before it, and the file is removed. Free some space,"
-                " name another folder (activation_offloading={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
-                " activation_offloading='host'."
+                " name another folder (memory.offload={'to': 'disk', 'folder': ...}), raise min_bytes, or use"
+                " memory.offload='host'."
             ) from error
         mapping = mmap.mmap(self._file.fileno(), size, offset=self.total_bytes)
         return Region(torch.frombuffer(mapping, dtype=torch.uint8), self, mapping)

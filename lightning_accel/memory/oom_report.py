@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -37,8 +36,8 @@ class HostStepMemoryError(StepMemoryError, MemoryError):
 class Remedy:
     """One thing that would need less memory."""
 
-    setting: str  # of the plugin
-    value: Any  # what to set it to, as a plan writes it
+    python: str  # the argument of the plugin
+    yaml: str  # the same in YAML
     keeps: float | None  # what is then left of the activations, as a share, about; None: unknown
     remark: str = ""
 
@@ -89,8 +88,8 @@ def _listed(
         amount = "" if need is None else f"  # about {format_bytes(need)}"
         if need is not None and need <= limit and not has_marked:
             has_marked, amount = True, f"{amount}: the cheapest that should fit"
-        lines += [f"  AccelPlugin({remedy.setting}={remedy.value!r}){amount}{remark}"]
-        lines += [f"    YAML: {remedy.setting}: {_yaml(remedy.value)}"]
+        lines += [f"  AccelPlugin({remedy.python}){amount}{remark}"]
+        lines += [f"    YAML: {remedy.yaml}"]
     if fixed > limit:
         lines.append(
             f"  What every step holds ({format_bytes(fixed)}) does not fit whatever the batch: shard it"
@@ -104,8 +103,9 @@ def _listed(
             lines.append(f"{smaller}{about}")
             return lines
         if may_split:
-            lines.append(f"  AccelPlugin(out_of_memory='split'){about}, in parts within the step; {SAME_WHERE}")
-            lines.append("    YAML: out_of_memory: split")
+            splits = "AccelPlugin(memory=MemoryOptions(on_oom='split'))"
+            lines.append(f"  {splits}{about}, in parts within the step; {SAME_WHERE}")
+            lines.append("    YAML: memory: {on_oom: split}")
         lines.append(f"{smaller}, Trainer(accumulate_grad_batches={pieces * accumulate}){about}; {SAME_WHERE}")
     return lines or [
         "  An optimizer with smaller states, states that are sharded (strategy='accel_fsdp'), a smaller model, or a"
@@ -118,11 +118,3 @@ def _pieces(inventory: Inventory, batch_size: int) -> int:
     room = max(1.0, ROOM * inventory.limit_bytes - inventory.fixed_bytes)
     needed = (inventory.rest_bytes + (inventory.asked_bytes or 0)) / room
     return min(1 << max(1, math.ceil(math.log2(max(1.0, needed)))), _MOST_PIECES, batch_size)
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    return str(value)

@@ -134,7 +134,8 @@ class TuneJob:
                         owner.hparams[name] = value
         self.accumulate = setup.accumulate or self.accumulate
         # What is on trial here must not change in mid-run.
-        self.plan = self.plan.replace(**{"tune": "off", "log": False, **setup.plan})
+        trust = "checked" if self.plan.trust == "measured" else self.plan.trust
+        self.plan = self.plan.replace(**{"trust": trust, "report": False, **setup.plan})
 
     # -- to other processes --------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class TuneJob:
         if isinstance(data, LightningDataModule):
             data = copy.copy(data)
             data.trainer = None
-        content = {**vars(self), "data": data, "plan": vars(self.plan)}
+        content = {**vars(self), "data": data}
         try:
             # The path by itself: it has to be there before the rest can be read.
             path.write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps(content))
@@ -165,7 +166,7 @@ def read(path: Path) -> TuneJob:
     with path.open("rb") as file:
         sys.path[:] = pickle.load(file)
         content: Mapping[str, Any] = cloudpickle.load(file)
-    return TuneJob(**{**content, "plan": Plan(**content["plan"])})
+    return TuneJob(**content)
 
 
 def _plan_for(precision: str) -> Plan:

@@ -42,9 +42,9 @@ def knobs(job: TuneJob, host: Host, objective: Objective, *, keeps_effective_bat
         found.append(Knob("batch_size", _at_most(float("inf")), partial(_batch_sizes, job, keeps_effective_batch)))
     if "num_workers" in job.loader_settings:
         found.append(Knob("loader", lambda facts: 1 / (1 - min(facts.waited, 0.99)), partial(_loaders, job, host)))
-    if host.compiler and job.plan.compile == "off":
+    if host.compiler and job.plan.is_off("compile"):
         found.append(Knob("compile", _at_most(1.5), lambda *known: _compilers(host)))
-    if host.kind == "cpu" and job.plan.threads == "off" and torch.get_num_threads() > 1:
+    if host.kind == "cpu" and job.plan.is_off("threads") and torch.get_num_threads() > 1:
         found.append(Knob("threads", _at_most(1.2), lambda *known: _threads()))
     if objective != "speed":
         found.append(Knob("memory", _at_most(1.1), lambda *known: _memory_settings(job)))
@@ -121,9 +121,9 @@ def _threads() -> Trying:
 
 
 def _memory_settings(job: TuneJob) -> Trying:
-    if job.plan.sparse_activations == "off":
+    if job.plan.is_off("sparse_activations"):
         yield TrialSetup(plan={"sparse_activations": "auto"})
-    if job.plan.gradient_checkpointing == "off" and (yield TrialSetup(plan={"gradient_checkpointing": "selective"})):
+    if job.plan.is_off("gradient_checkpointing") and (yield TrialSetup(plan={"gradient_checkpointing": "selective"})):
         yield TrialSetup(plan={"gradient_checkpointing": "full"})
 
 

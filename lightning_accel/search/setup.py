@@ -15,7 +15,7 @@ class TrialSetup:
     batch_size: int | None = None  # samples in a batch; None: as it is
     accumulate: int | None = None  # batches to an optimizer step; None: as they are
     loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of the training's `DataLoader`
-    plan: Mapping[str, Any] = field(default_factory=dict)  # settings of the run's `AccelPlugin`
+    plan: Mapping[str, Any] = field(default_factory=dict)  # techniques of the run's `AccelPlugin`
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that have to be there before Python starts
 
     def with_(self, other: TrialSetup) -> TrialSetup:

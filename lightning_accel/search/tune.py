@@ -187,7 +187,8 @@ def _result(outcome: SearchOutcome, job: TuneJob, places: Mapping[str, Sequence[
         if not places.get(name):
             notes.append(f"{name}={value} has to be written by hand: no configuration has a place for it.")
     if best.plan:
-        settings["accel"] = dict(best.plan)
+        before, after = job.plan.to_dict(), job.plan.replace(**best.plan).to_dict()
+        settings["accel"] = {name: value for name, value in after.items() if value != before[name]}
     effective = (best.batch_size or 0) * (best.accumulate or job.accumulate)
     if best.batch_size and job.batch_size and effective != job.batch_size * job.accumulate:
         times = effective / (job.batch_size * job.accumulate)

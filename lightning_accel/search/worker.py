@@ -37,6 +37,7 @@ from lightning_accel.lightning.packages import (
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import TuneJob, read
 from lightning_accel.search.setup import TrialSetup
+from lightning_accel.settings import without_answers
 
 WARM_UP = 6  # turns: the trials of the parts, first allocations, a compiler
 _MANY_EPOCHS, _MANY_STEPS = 100_000, 10_000_000
@@ -180,7 +181,7 @@ def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path)
                 enable_model_summary=False,
                 default_root_dir=tempfile.mkdtemp(dir=folder),
                 # A setup that does not fit is to fail, and not to be made another.
-                plugins=[AccelPlugin.from_plan(job.plan.replace(out_of_memory="off"))],
+                plugins=[AccelPlugin.from_plan(job.plan.replace(memory=without_answers(job.plan.memory)))],
                 callbacks=[Paced(connection, job, started)],
             )
             if job.has_logger:

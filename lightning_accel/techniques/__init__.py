@@ -1,5 +1,6 @@
 """The techniques, and what is needed to write another: see CONTRIBUTING.md."""
 
+from lightning_accel.core.options import Options, Rule
 from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
@@ -12,7 +13,9 @@ __all__ = [
     "BuildContext",
     "Live",
     "MethodPatch",
+    "Options",
     "Patch",
+    "Rule",
     "Site",
     "Technique",
     "TechniqueContext",

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
-from lightning_accel.core.checks import check_choice, switch
 from lightning_accel.core.clocks import clock_for
+from lightning_accel.core.options import Options, Rule
 from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.experiment.pair_schedule import Schedule
 from lightning_accel.experiment.screening import fastest
@@ -23,7 +23,8 @@ from lightning_accel.memory.saved_tensors import saving
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
 from lightning_accel.techniques.registry import register
 
-OffloadingSetting = Literal["auto", "off", "host", "disk"]
+OffloadingSetting = Literal["host", "disk", "auto", "off"]
+Folder = Annotated[str, Rule("a folder that exists", lambda name, folder: Path(folder).is_dir())] | None
 
 DEPTHS = (1, 2, 4, 8)
 WARM_UP_STEPS = 3  # the trials of other techniques, and buffers that are made
@@ -31,9 +32,9 @@ ROUNDS = 5
 _RECORDING = ("reduce-overhead", "max-autotune")  # modes of compile by which torch records CUDA graphs
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffloadingPlan:
-    """Activation offloading in detail: what ``activation_offloading`` takes when a place is not enough.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OffloadingOptions(Options, owner="memory.offload"):
+    """Activation offloading in detail: what ``MemoryOptions(offload=)`` takes when a place is not enough.
 
     Attributes:
         to: ``"host"`` moves what is saved for the backward pass to pinned memory of the host and back, ``"disk"`` to a
@@ -43,18 +44,9 @@ class OffloadingPlan:
         folder: Where the file is made; None: the folder for temporary files.
     """
 
-    to: OffloadingSetting = "host"
-    min_bytes: int | str = 1 << 20
-    folder: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "to", switch(self.to, on="host"))
-        check_choice("activation_offloading.to", self.to, get_args(OffloadingSetting))
-        parse_bytes("activation_offloading.min_bytes", self.min_bytes)
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise ValueError(
-                f"activation_offloading.folder={self.folder!r} is no folder. Allowed: one that exists, or None."
-            )
+    to: OffloadingSetting = "auto"
+    min_bytes: Annotated[int | str, Rule("an int of bytes, or text such as '256KiB'", parse_bytes)] = 1 << 20
+    folder: Folder = None
 
     @property
     def always(self) -> bool:
@@ -69,32 +61,29 @@ class OffloadingPlan:
         return Offloading(to, int(parse_bytes("activation_offloading.min_bytes", self.min_bytes)), self.folder)
 
 
-def _conflicts(settings: OffloadingPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-    compiled = all_settings["compile"].mode
+def _conflicts(settings: OffloadingOptions, all_settings: Mapping[str, Any], verify: bool) -> None:
+    compiled = all_settings["compile"]
     if settings.always and compiled in _RECORDING:
         raise ValueError(
-            f"activation_offloading={settings.to!r} with compile={compiled!r}, which records CUDA"
+            f"memory.offload={settings.to!r} with compile={compiled!r}, which records CUDA"
             " graphs: their activations have fixed places in memory and cannot be moved."
-            " Give compile='on' or 'max-autotune-no-cudagraphs', or activation_offloading='off'."
+            " Give compile='on' or 'max-autotune-no-cudagraphs', or memory.offload='off'."
         )
 
 
-def _oom_fallbacks(settings: OffloadingPlan, context: BuildContext) -> Iterator[OomFallback]:
+def _oom_fallbacks(settings: OffloadingOptions, context: BuildContext) -> Iterator[OomFallback]:
     # What the host holds is no use to a CPU; and graphs that were recorded, or a budget, have plans of their own.
     is_taken = context.settings["memory_budget"].budget != "off"
-    is_recorded = context.settings["compile"].mode in _RECORDING
+    is_recorded = context.settings["compile"] in _RECORDING
     if settings.to == "auto" and context.device.type == "cuda" and not (is_taken or is_recorded):
         yield OomFallback(replace(settings, to="host"), costs=0.25, keeps=0.1)
 
 
 @register(
     "activation_offloading",
-    settings=OffloadingPlan,
-    default="auto",
-    on="host",
+    options=OffloadingOptions,
     after="sparse_activations",
     exactness="exact",
-    shown=("host", "disk"),
 )
 class ActivationOffloading(Technique):
     """Offloads the saved tensors of every training step."""
@@ -111,7 +100,7 @@ class ActivationOffloading(Technique):
         oom_fallbacks=_oom_fallbacks,
     )
 
-    def __init__(self, plan: OffloadingPlan, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, plan: OffloadingOptions, model: nn.Module, device: torch.device) -> None:
         offloading = plan.on(device.type)
         assert offloading is not None
         self.offloader = Offloader(device, offloading)
@@ -124,7 +113,7 @@ class ActivationOffloading(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: OffloadingPlan, context: BuildContext) -> Self | None:
+    def from_settings(cls, settings: OffloadingOptions, context: BuildContext) -> Self | None:
         if not settings.always or context.settings["memory_budget"].budget != "off":
             return None  # the planner of the budget decides what is offloaded
         return cls(settings, context.model, context.device)
@@ -158,9 +147,7 @@ class ActivationOffloading(Technique):
         else:
             amount = f"{format_bytes(step_bytes)} a step out and back, {self._search.describe()}"
         if self._gains_nothing:
-            amount += (
-                " (on a CPU that is the memory they come from, so none is saved: activation_offloading='disk' saves it)"
-            )
+            amount += " (on a CPU that is the memory they come from, so none is saved: memory.offload='disk' saves it)"
         return f"{self._plan.to}: {amount}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -34,18 +33,6 @@ SLACK = 1.1
 _FIRST_STEPS = 2  # which other techniques are tried on, and in which gradients and optimizers' state come to be
 _COUNTED_STEPS = 3
 _RUN = "start with `lightning-accel run`, which measures what wins here"
-
-
-@dataclass(frozen=True)
-class AllocatorPlan:
-    """Whether the process keeps the memory that a step frees, for the next one.
-
-    Attributes:
-        mode: ``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system for pages again
-            and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.
-    """
-
-    mode: Literal["auto", "off"] = "auto"
 
 
 class HeapPatch(Patch):
@@ -106,7 +93,17 @@ def _lacks(host: Host) -> str | None:
     return f"the heap is {used or 'of this system'}: only glibc's can be told in a run"
 
 
-@register("allocator", settings=AllocatorPlan, default="auto", on="auto", after="compile", exactness="exact")
+@register(
+    "allocator",
+    options=Literal["auto", "off"],
+    default="auto",
+    doc=(
+        '``"auto"`` has the heap of glibc keep what is freed, where steps on the CPU ask the system for pages '
+        'again and again; ``"off"`` leaves it alone. Other allocators: ``lightning-accel run``.'
+    ),
+    after="compile",
+    exactness="exact",
+)
 class AllocatorTechnique(Technique):
     """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
 
@@ -116,7 +113,7 @@ class AllocatorTechnique(Technique):
 
     traits = Traits(trial_step=None, remembers=False, alters_steps=False, lacks=_lacks)
 
-    def __init__(self, settings: AllocatorPlan, context: BuildContext) -> None:
+    def __init__(self, settings: Literal["auto", "off"], context: BuildContext) -> None:
         given = context.settings
         # The setting of another technique that is there to save memory of the host.
         self._for_memory = "activation_offloading" if given["activation_offloading"].to == "disk" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,38 +34,23 @@ CompileSetting = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompilePlan:
-    """How blocks are compiled.
-
-    Attributes:
-        mode: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find
-            whole steps to be faster, and the run is long enough to win back what compiling takes, and on NVIDIA GPUs
-            has CUDA graphs of the compiled blocks where that is faster still; or a mode of :func:`torch.compile`.
-    """
-
-    mode: CompileSetting = "on"
-
-
 _MOST_ANEW = 8  # times that a kind of block may be compiled anew, as torch has it
 
 
-def _conflicts(settings: CompilePlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-    if settings.mode == "auto" and not verify:
+def _conflicts(settings: CompileSetting, all_settings: Mapping[str, Any], verify: bool) -> None:
+    if settings == "auto" and not verify:
         raise ValueError(
-            "compile='auto' keeps what a trial showed to be faster, and verify=False forbids trials:"
-            " give compile='on' or 'off', or verify=True."
+            "compile='auto' keeps what a trial showed to be faster, and trust='unchecked' forbids trials:"
+            " give compile='on' or 'off', or trust='checked'."
         )
 
 
 @register(
     "compile",
-    settings=CompilePlan,
+    options=CompileSetting,
     default="off",
-    on="on",
     after="gradient_checkpointing",
     exactness="rounding",
-    shown=("on",),
 )
 class Compilation(Technique):
     """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
@@ -99,10 +84,10 @@ class Compilation(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: CompilePlan, context: BuildContext) -> Compilation:
+    def from_settings(cls, settings: CompileSetting, context: BuildContext) -> Compilation:
         # What is compiled is captured anew, past the places where attention is sent to its kernels.
-        make = CompilationOnTrial if settings.mode == "auto" else Compilation
-        return make(settings.mode, prepare=context.edit_captured)
+        make = CompilationOnTrial if settings == "auto" else Compilation
+        return make(settings, prepare=context.edit_captured)
 
     @override
     def unavailable(self, host: Host) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -37,19 +36,6 @@ TIMING_S = 1.0
 """What timing takes for each convolution and each shape of batches: 9.3 s for nine, in bfloat16 on an H100."""
 
 MANY_SHAPES = 1000  # of which none repeats often: their counts begin anew
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudnnBenchmarkPlan:
-    """How cuDNN finds its kernels for convolutions.
-
-    Attributes:
-        mode: ``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while the run lasts;
-            ``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA's cards, and live trials decide
-            whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said: give ``"off"``.
-    """
-
-    mode: CudnnBenchmarkSetting = "auto"
 
 
 class CudnnBenchmarkPatch(Patch):
@@ -140,13 +126,17 @@ class CudnnTiming:
 
 @register(
     "cudnn_benchmark",
-    settings=CudnnBenchmarkPlan,
+    options=CudnnBenchmarkSetting,
     default="auto",
-    on="on",
+    doc=(
+        '``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while the run lasts; '
+        '``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA\'s cards, and live trials '
+        "decide whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said: give "
+        '``"off"``.'
+    ),
     after="memory_format",
     before="compile",
     exactness="rounding",
-    shown=("on",),
 )
 class CudnnBenchmark(Technique):
     """Times kernels for convolutions on batches whose shapes have come before; new shapes run as they would have.
@@ -158,8 +148,8 @@ class CudnnBenchmark(Technique):
 
     traits = Traits(applied_before_trial=True, trial_step=None, remembers=False)
 
-    def __init__(self, settings: CudnnBenchmarkPlan, context: BuildContext) -> None:
-        self._is_auto = settings.mode == "auto"
+    def __init__(self, settings: CudnnBenchmarkSetting, context: BuildContext) -> None:
+        self._is_auto = settings == "auto"
         self._patch: CudnnBenchmarkPatch | None = None
         self._seen: Counter[tuple[torch.Size, ...]] = Counter()
         self._when = "for batches whose shapes repeat" if self._is_auto else "for every shape"

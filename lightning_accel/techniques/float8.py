@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -38,19 +38,6 @@ Float8Setting = Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 MODULE = "torchao.float8"
 MULTIPLE = 16
 """Of which both sides of a product, and the sum between them, have to be a multiple for the kernels."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float8Plan:
-    """Which linear layers multiply in 8-bit floating point.
-
-    Attributes:
-        recipe: ``"off"``; or one of torchao's: ``"tensorwise"``, a scale a tensor, the fastest; ``"rowwise"``, a scale
-            a row; ``"rowwise_with_gw_hp"``, which leaves the gradients of weights out, the most exact. It changes
-            training: layers that are faster so have it while they train, and the report says what each is off by.
-    """
-
-    recipe: Float8Setting = "off"
 
 
 class _Layer:
@@ -138,13 +125,17 @@ def bounds(config: Any) -> tuple[float, float]:
 
 @register(
     "float8",
-    settings=Float8Plan,
+    options=Float8Setting,
     default="off",
-    on="tensorwise",
+    doc=(
+        '``"off"``; or one of torchao\'s: ``"tensorwise"``, a scale a tensor, the fastest; ``"rowwise"``, a '
+        'scale a row; ``"rowwise_with_gw_hp"``, which leaves the gradients of weights out, the most exact. It '
+        "changes training: layers that are faster so have it while they train, and the report says what each "
+        "is off by."
+    ),
     after=("flash_attention", "inplace_activations"),
     before=("gradient_checkpointing", "compile"),
     exactness="changes training",
-    shown=("tensorwise", "rowwise"),
 )
 class Float8(Technique):
     """Linear layers in 8-bit floating point, each where that is faster and no further off than its formats explain.
@@ -166,9 +157,9 @@ class Float8(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: Float8Plan, context: BuildContext) -> Self:
-        is_compiled = context.settings["compile"].mode != "off"
-        return cls(settings.recipe, is_compiled=is_compiled)
+    def from_settings(cls, settings: Float8Setting, context: BuildContext) -> Self:
+        is_compiled = context.settings["compile"] != "off"
+        return cls(settings, is_compiled=is_compiled)
 
     @override
     def unavailable(self, host: Host) -> str | None:

@@ -221,7 +221,7 @@ class _Leased(torch.autograd.Function):
         if ctx.lease.block.latest() is not ctx.lease:
             raise RuntimeError(
                 "graphs: a second backward pass through a block that has since been called again. Its CUDA graph holds"
-                " the later call only: use graphs='off' where a graph is retained over steps"
+                " the later call only: use compile.graphs='off' where a graph is retained over steps"
             )
         ctx.lease.is_over = True
         return (None, *(None if gradient is None else gradient.clone() for gradient in gradients))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -24,18 +23,6 @@ from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBl
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import SiteTrial, TechniqueContext, Verdict
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphsPlan:
-    """CUDA graphs of blocks that run eagerly.
-
-    Attributes:
-        mode: ``"off"``; ``"on"`` captures the repeated blocks, forward and backward, and replays them where shapes
-            stay; ``"auto"`` keeps that where live trials find whole steps to be faster, and the memory worth it.
-    """
-
-    mode: Literal["auto", "on", "off"] = "on"
 
 
 class GraphPatch(MethodPatch):
@@ -70,23 +57,21 @@ class GraphPatch(MethodPatch):
         self.graphed.pause(True)
 
 
-def _conflicts(settings: GraphsPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-    if all_settings["compile"].mode != "off":
+def _conflicts(settings: Literal["auto", "on", "off"], all_settings: Mapping[str, Any], verify: bool) -> None:
+    if all_settings["compile"] != "off":
         raise ValueError(
-            f"graphs={settings.mode!r} with compile={all_settings['compile'].mode!r}: a compiler has CUDA graphs"
-            " of its own. Give compile='auto' or 'reduce-overhead' and graphs='off', or compile='off'."
+            f"compile.graphs={settings!r} with compile={all_settings['compile']!r}: a compiler has CUDA graphs"
+            " of its own. Give compile='auto' or 'reduce-overhead' and compile.graphs='off', or compile='off'."
         )
 
 
 @register(
     "graphs",
-    settings=GraphsPlan,
+    options=Literal["auto", "on", "off"],
     default="off",
-    on="on",
     after="gradient_checkpointing",
     before="compile",
     exactness="rounding",
-    shown=("on",),
 )
 class Graphs(Technique):
     """Captures every repeated block at its first call after the other trials, and replays it ever after."""
@@ -104,15 +89,15 @@ class Graphs(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: GraphsPlan, context: BuildContext) -> Self:
-        assert settings.mode != "off"
-        return cls(settings.mode)
+    def from_settings(cls, settings: Literal["auto", "on", "off"], context: BuildContext) -> Self:
+        assert settings != "off"
+        return cls(settings)
 
     @override
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "cuda":
             return None
-        return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use graphs='off'"
+        return f"CUDA graphs are for NVIDIA GPUs, and this is {host.device_name}. Use compile.graphs='off'"
 
     @override
     def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -18,28 +17,21 @@ _ONE_EPOCH = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderPlan:
-    """In which processes the training's batches are loaded.
-
-    Attributes:
-        mode: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries more
-            workers from epoch to epoch while that is faster: in the same order, and only for data that draw no random
-            numbers and do not change as they are read. ``"off"``.
-    """
-
-    mode: Literal["auto", "off"] = "off"
-
-
 # Off by default: data may hang on what no look from outside shows (globals, a C library's handles), and workers that
 # are forked from a process with locks held can only be given up.
-@register("loader", settings=LoaderPlan, default="off", on="auto", after="preprocess", exactness="exact")
+@register(
+    "loader",
+    options=Literal["auto", "off"],
+    default="off",
+    after="preprocess",
+    exactness="exact",
+)
 class Loader(Technique):
     """Puts a :class:`~lightning_accel.data.tuned_loader.TunedLoader` in the place of the training's loader."""
 
     traits = Traits(trial_step=None, remembers=False, alters_steps=False)
 
-    def __init__(self, settings: LoaderPlan, context: BuildContext) -> None:
+    def __init__(self, settings: Literal["auto", "off"], context: BuildContext) -> None:
         self.run.watches_on = True
         self.run.forecast = Forecast(
             True, "tried", "more workers are tried, an epoch each, where the first has waited for data"

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -32,21 +32,6 @@ _FORMATS = {"cuda": "TF32", "cpu": "bfloat16"}
 _UNSET = ("none", "none", "none")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatmulPrecisionPlan:
-    """In which precision float32 matrices are multiplied.
-
-    Attributes:
-        mode: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
-            ``torch.set_float32_matmul_precision``: TF32 for both on NVIDIA's cards from Ampere on, and on CPUs with
-            AVX512-BF16 or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``precision`` is
-            ``"auto"``, too, nobody has set this precision, and the model does not switch autocast off to compute
-            something in float32; and has it from a training step to the next step that does not train.
-    """
-
-    mode: MatmulPrecisionSetting = "auto"
-
-
 def possible_on(host: Host) -> tuple[str, ...]:
     """The precisions below float32 that products of float32 matrices can have on ``host``, the first of them first."""
     if host.kind == "cuda" and host.capability is not None and host.capability >= (8, 0):
@@ -60,7 +45,7 @@ def why_not_on(host: Host) -> str:
         return f"{host.device_name} has no TF32, which came with compute capability 8.0"
     if host.kind == "cpu":
         if host.native_bf16:
-            return "CPUs have no TF32: matmul_precision='medium' multiplies in bfloat16"
+            return "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16"
         return "this CPU has neither AVX512-BF16 nor AMX: oneDNN would emulate bfloat16, and be slower"
     return f"not measured on {host.kind}"
 
@@ -154,12 +139,11 @@ def _with_autocast() -> set[str]:
 # After precision, on which it hangs; before a compiler, whose graphs are guarded by it.
 @register(
     "matmul_precision",
-    settings=MatmulPrecisionPlan,
+    options=MatmulPrecisionSetting,
     default="auto",
     after="precision",
     before="compile",
     exactness="precision",
-    shown=("high", "medium"),
 )
 class MatmulPrecision(Technique):
     """Has float32 products computed in TF32 or bfloat16 while the run lasts.
@@ -174,9 +158,9 @@ class MatmulPrecision(Technique):
 
     traits = Traits(remembers=False)
 
-    def __init__(self, settings: MatmulPrecisionPlan, context: BuildContext) -> None:
-        self._setting = settings.mode
-        self._precision = context.settings["precision"].mode
+    def __init__(self, settings: MatmulPrecisionSetting, context: BuildContext) -> None:
+        self._setting = settings
+        self._precision = context.settings["precision"]
         self._patch: MatmulPrecisionPatch | None = None
         self.traits = replace(self.traits, applied_before_trial=self._setting != "auto")
         choice = (*possible_on(context.host), "")[0] if self._setting == "auto" else self._setting
@@ -190,7 +174,7 @@ class MatmulPrecision(Technique):
         if self._setting == "auto" and self._precision != "auto":
             return (
                 f"precision={self._precision!r} was asked for by name, and so must this be: "
-                "matmul_precision='high' (TF32) or 'medium'"
+                "precision.matmul='high' (TF32) or 'medium'"
             )
         is_possible = bool(possible_on(host)) if self._setting == "auto" else self._setting in possible_on(host)
         return None if is_possible else why_not_on(host)

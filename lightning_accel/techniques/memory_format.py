@@ -9,7 +9,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -114,22 +114,14 @@ def _has_buckets() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryFormatPlan:
-    """The layout of convolutions.
-
-    Attributes:
-        layout: ``"auto"`` moves models with convolutions to channels_last where that is not slower; a named format is
-            used wherever the numbers agree; ``"off"`` leaves every layout alone.
-    """
-
-    layout: MemoryFormatSetting = "auto"
-
-
 @register(
     "memory_format",
-    settings=MemoryFormatPlan,
+    options=MemoryFormatSetting,
     default="auto",
+    doc=(
+        '``"auto"`` moves models with convolutions to channels_last where that is not slower; a named format '
+        'is used wherever the numbers agree; ``"off"`` leaves every layout alone.'
+    ),
     after="inplace_activations",
     exactness="rounding",
 )
@@ -143,13 +135,13 @@ class MemoryFormat(Technique):
 
     traits = Traits(
         trial_steps=3.0,
-        not_on={"xla": "XLA lays tensors out itself, whatever their strides say. Use memory_format='off'"},
+        not_on={"xla": "XLA lays tensors out itself, whatever their strides say. Use techniques.memory_format='off'"},
         why_not_sharded="FSDP keeps weights row by row, in their ordinary layout",
     )
 
-    def __init__(self, settings: MemoryFormatPlan, context: BuildContext) -> None:
-        self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(settings.layout, (4, 5))
-        self._is_auto = settings.layout == "auto"
+    def __init__(self, settings: MemoryFormatSetting, context: BuildContext) -> None:
+        self._dims = {"channels_last": (4,), "channels_last_3d": (5,)}.get(settings, (4, 5))
+        self._is_auto = settings == "auto"
         self._weights: list[WeightLayout] = []
         self._optimizers: OptimizerLayouts | None = None
         self._model = context.model
@@ -253,12 +245,12 @@ class MemoryFormat(Technique):
         if _has_buckets():
             # Too late to give the layout back: DDP has laid its buckets out by it.
             if isinstance(optimizer, LBFGS):
-                raise SettingError(f"{reason}: on several ranks give memory_format='off'.")
+                raise SettingError(f"{reason}: on several ranks give techniques.memory_format='off'.")
             return
         if not isinstance(optimizer, LBFGS):
             if not self._is_auto:
                 return
-            reason = f"{reason}; memory_format='channels_last' trusts it not to"
+            reason = f"{reason}; techniques.memory_format='channels_last' trusts it not to"
         self._refused_before_trial = reason
         self._object(reason)
         for weight in reversed(self._weights):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,18 +27,6 @@ from lightning_accel.techniques.technique_events import Event, Switched
 ResolvedPrecision = Literal["32-true", "16-mixed", "bf16-mixed"]
 PrecisionSetting = Literal["auto", "32-true", "16-mixed", "bf16-mixed"]
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionPlan:
-    """The number format of a step.
-
-    Attributes:
-        mode: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on older
-            CUDA cards, else float32.
-    """
-
-    mode: PrecisionSetting = "auto"
 
 
 def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[ResolvedPrecision, str]:
@@ -179,21 +166,19 @@ class Autocast:
 
 @register(
     "precision",
-    settings=PrecisionPlan,
+    options=PrecisionSetting,
     default="auto",
     off="32-true",
     after="preprocess",
     exactness="precision",
-    shown=("16-mixed", "bf16-mixed"),
-    in_plain_loops_only=True,
 )
 class MixedPrecision(Technique):
     """Autocast around every step of a plain PyTorch loop. Under Lightning, its precision plugin does this."""
 
     traits = Traits(acts_without_sites=True)
 
-    def __init__(self, settings: PrecisionPlan, context: BuildContext) -> None:
-        setting, host = settings.mode, context.host
+    def __init__(self, settings: PrecisionSetting, context: BuildContext) -> None:
+        setting, host = settings, context.host
         self.precision, reason = resolve_precision(setting, host)
         self.run.status = f"{self.precision}: {reason}"
         if setting not in ("auto", self.precision):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,18 +34,6 @@ CHUNK_ELEMENTS = 1 << 22
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # and whether they can be negative
 _OPTIONS = ("lr", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "foreach", "fused")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer8bitPlan:
-    """How optimizers keep their states.
-
-    Attributes:
-        mode: ``"on"`` keeps the moments of torch's Adam and AdamW in 8 bits while the run lasts, by torchao; it changes
-            training, and the report says by how much. Checkpoints have floats. ``"off"``.
-    """
-
-    mode: Optimizer8bitSetting = "off"
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -261,12 +248,14 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int]:
 # The optimizer's own options are read at every step: whoever sets them may come before or after.
 @register(
     "optimizer_8bit",
-    settings=Optimizer8bitPlan,
+    options=Optimizer8bitSetting,
     default="off",
-    on="on",
+    doc=(
+        '``"on"`` keeps the moments of torch\'s Adam and AdamW in 8 bits while the run lasts, by torchao; it '
+        'changes training, and the report says by how much. Checkpoints have floats. ``"off"``.'
+    ),
     after="memory_format",
     exactness="changes training",
-    shown=("on",),
 )
 class Optimizer8bit(Technique):
     """Keeps the moments of torch's Adam and AdamW in 8 bits, where parameters are large enough."""
@@ -280,7 +269,7 @@ class Optimizer8bit(Technique):
         lacks=lambda host: why_missing(eight_bits.MODULE),
     )
 
-    def __init__(self, settings: Optimizer8bitPlan, context: BuildContext) -> None:
+    def __init__(self, settings: Optimizer8bitSetting, context: BuildContext) -> None:
         words = "the moments of torch's Adam and AdamW, where torchao is installed"
         self.run.forecast = Forecast(True, "yes", words)
 

@@ -6,7 +6,6 @@ https://docs.pytorch.org/docs/stable/optim.html#algorithms
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -30,20 +29,6 @@ OptimizerSetting = Literal["auto", "off", "foreach", "fused"]
 
 SMALL = 1 << 16
 """Elements: parameters that are larger on average gain nothing by foreach on a CPU, where it makes temporary copies."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
-    """How torch's own optimizers step.
-
-    Attributes:
-        step: ``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them at
-            once; ``"auto"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's steps under
-            XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, ``capturable`` or
-            ``differentiable`` are left as they are.
-    """
-
-    step: OptimizerSetting = "auto"
 
 
 def step_together(
@@ -164,19 +149,24 @@ class StepsTogether(StandInSteps):
 
 @register(
     "optimizer",
-    settings=OptimizerPlan,
+    options=OptimizerSetting,
     default="auto",
+    doc=(
+        '``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them '
+        "at once; ``\"auto\"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's "
+        'steps under XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, '
+        "``capturable`` or ``differentiable`` are left as they are."
+    ),
     after="memory_format",
     exactness="rounding",
-    shown=("fused", "foreach"),
 )
 class OptimizerSteps(Technique):
     """Has torch's own optimizers take fused or foreach steps; checkpoints and the user's flags stay as they are."""
 
     traits = Traits(trial_step=None, remembers=False, edits_optimizers=True)
 
-    def __init__(self, settings: OptimizerPlan, context: BuildContext) -> None:
-        self._setting, kind = settings.step, context.host.kind
+    def __init__(self, settings: OptimizerSetting, context: BuildContext) -> None:
+        self._setting, kind = settings, context.host.kind
         self._is_xla = kind == "xla"
         if self._setting != "auto":
             self.run.forecast = Forecast(True, "yes", f"{self._setting} steps of torch's own optimizers")
@@ -189,7 +179,7 @@ class OptimizerSteps(Technique):
     @override
     def unavailable(self, host: Host) -> str | None:
         if host.kind == "xla" and self._setting != "auto":
-            return f"torch has no {self._setting} steps for XLA: optimizer='auto' takes those of torch_xla"
+            return f"torch has no {self._setting} steps for XLA: techniques.optimizer='auto' takes those of torch_xla"
         if host.kind not in ("cpu", "cuda", "rocm", "xla"):
             return f"not measured on {host.kind} yet: give torch's optimizers fused=True or foreach=True to try it"
         return None

@@ -11,13 +11,14 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import Options, Rule
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
@@ -38,40 +39,26 @@ _LOADER = "train_dataloader"
 _DRAWS = "its training steps draw random numbers, dropout's say, which would be others for longer sequences"
 
 
-@dataclass(frozen=True)
-class PaddingPlan:
-    """To which lengths batches of text are padded.
+Multiple = (
+    Literal["auto", "off"]
+    | Annotated[int, Rule("a number above 1, of which lengths become multiples", lambda name, value: value > 1)]
+)
 
-    Attributes:
-        multiple: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest
-            that the device's kernels like and that makes a batch at most an eighth longer; ``"off"``. Batches are
-            mappings as transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and
-            ``labels`` of which the loss ignores -100. From the second step on, and only while steps draw no random
-            numbers: for other shapes dropout would draw others.
-        group_by_length: Whether batches of a Trainer's training are also made of samples of like length, so that there
-            is less to pad. **It changes the training**: which samples come together. Each is used as often as before.
 
-    Raises:
-        ValueError: It is none of these.
-    """
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PaddingOptions(Options, owner="loader.padding"):
+    """What ``LoaderOptions(padding=, group_by_length=)`` comes to."""
 
-    multiple: Literal["auto", "off"] | int = "off"
+    multiple: Multiple = "off"
     group_by_length: bool = False
 
+    @override
     def __post_init__(self) -> None:
-        if not isinstance(self.group_by_length, bool):
-            raise ValueError(f"padding.group_by_length={self.group_by_length!r} is not possible. Allowed: True, False.")
+        super().__post_init__()
         if self.group_by_length and self.multiple == "off":
             raise ValueError(
-                "padding: group_by_length=True with multiple='off' groups nothing. Give a multiple, too:"
-                " {'multiple': 'auto', 'group_by_length': True}, say."
-            )
-        if isinstance(self.multiple, str) and self.multiple in ("off", "auto"):
-            return
-        if isinstance(self.multiple, str | bool) or not (isinstance(self.multiple, int) and self.multiple > 1):
-            raise ValueError(
-                f"padding={self.multiple!r} is not possible. Allowed: 'off', 'auto', or a number above 1, such as 8 or"
-                " 64, to a multiple of which sequences are padded."
+                "loader: group_by_length=True with padding='off' groups nothing. Give a multiple, too:"
+                " LoaderOptions(padding='auto', group_by_length=True), say."
             )
 
 
@@ -118,12 +105,10 @@ def why_not_padded(batch: Any) -> str:
 # Before compilers, whose shapes become fewer.
 @register(
     "padding",
-    settings=PaddingPlan,
-    default="off",
+    options=PaddingOptions,
     after="preprocess",
     before=("compile", "loader"),
     exactness="rounding",
-    shown=(64,),
 )
 class Padding(Technique):
     """Pads training batches of text, and says which vocabularies have a size that kernels do not like.
@@ -134,7 +119,7 @@ class Padding(Technique):
 
     traits = Traits(acts_without_sites=True, trial_step=None, remembers=False)
 
-    def __init__(self, settings: PaddingPlan, context: BuildContext) -> None:
+    def __init__(self, settings: PaddingOptions, context: BuildContext) -> None:
         assert settings.multiple != "off"
         self._multiple, self._groups = settings.multiple, settings.group_by_length
         self._grouping = "; no loader of a Trainer to group by length" if self._groups else ""

@@ -8,19 +8,20 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import Options
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.data import Position, Preprocess, Transform
-from lightning_accel.data.transform_config import read_transforms, written
+from lightning_accel.data.transform_config import read_transforms
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreprocessPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PreprocessOptions(Options):
     """What batches go through.
 
     Attributes:
@@ -30,18 +31,21 @@ class PreprocessPlan:
 
     transforms: Sequence[Transform | dict[str, Any]] | None = ()
 
+    @override
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", read_transforms(self.transforms))
+
+    @classmethod
+    @override
+    def read(cls, value: Any, name: str = "") -> Self:
+        return value if isinstance(value, cls) else cls(transforms=value)
 
 
 @register(
     "preprocess",
-    settings=PreprocessPlan,
-    default=(),
+    options=PreprocessOptions,
     off=(),
     exactness="changes training",
-    in_plain_loops_only=True,
-    write=lambda transforms: [written(transform) for transform in transforms],
 )
 class Preprocessing(Technique):
     """Transforms of :mod:`lightning_accel.data`, on every batch that the handle is given.
@@ -52,7 +56,7 @@ class Preprocessing(Technique):
 
     traits = Traits(acts_without_sites=True, is_part_of_training=True)
 
-    def __init__(self, settings: PreprocessPlan, context: BuildContext) -> None:
+    def __init__(self, settings: PreprocessOptions, context: BuildContext) -> None:
         self._transforms = cast(tuple[Transform, ...], settings.transforms)
         self._context = context
         self._preprocess: Preprocess | None = None

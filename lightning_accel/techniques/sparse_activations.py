@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,31 +26,17 @@ _LEAVE_ZEROS = (nn.ReLU, nn.ReLU6, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dr
 SparseSetting = Literal["auto", "off"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseActivationsPlan:
-    """Whether saved activations are packed.
-
-    Attributes:
-        mode: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks where that is worth its time;
-            ``"off"``.
-    """
-
-    mode: SparseSetting = "auto"
-
-
-def _oom_fallbacks(settings: SparseActivationsPlan, context: BuildContext) -> Iterator[OomFallback]:
-    if settings.mode == "off" and any(isinstance(module, _LEAVE_ZEROS) for module in context.model.modules()):
-        yield OomFallback(SparseActivationsPlan(mode="auto"), costs=MAX_TIME_SHARE)
+def _oom_fallbacks(settings: SparseSetting, context: BuildContext) -> Iterator[OomFallback]:
+    if settings == "off" and any(isinstance(module, _LEAVE_ZEROS) for module in context.model.modules()):
+        yield OomFallback("auto", costs=MAX_TIME_SHARE)
 
 
 @register(
     "sparse_activations",
-    settings=SparseActivationsPlan,
+    options=SparseSetting,
     default="off",
-    on="auto",
     after="memory_format",
     exactness="exact",
-    shown=("auto",),
 )
 class SparseActivations(Technique):
     """Packs the saved tensors of training steps where that frees memory and is worth its time.
@@ -78,7 +63,7 @@ class SparseActivations(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: SparseActivationsPlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: SparseSetting, context: BuildContext) -> Self:
         return cls(context.model)
 
     @override

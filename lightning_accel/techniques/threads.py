@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.host import Host, usable_cores
+from lightning_accel.core.host import Host
+from lightning_accel.core.options import Rule
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site, Variant
 from lightning_accel.techniques.technique_context import Forecast
 from lightning_accel.techniques.technique_events import Event, Switched
-
-
-@dataclass(frozen=True)
-class ThreadsPlan:
-    """How many threads an operation uses on the host while a run lasts.
-
-    Attributes:
-        count: ``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter and so
-            on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it before a run.
-
-    Raises:
-        ValueError: It is neither.
-    """
-
-    count: Literal["auto", "off"] | int = "off"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, str) and self.count in ("off", "auto"):
-            return
-        if isinstance(self.count, str | bool) or not (isinstance(self.count, int) and self.count >= 1):
-            raise ValueError(
-                f"threads={self.count!r} is not possible. Allowed: 'off', 'auto', or a number from 1 on; this process"
-                f" may use {usable_cores()} cores."
-            )
 
 
 def in_words(count: int) -> str:
@@ -60,7 +36,18 @@ def _variant(count: int) -> Variant:
 
 
 # Before a compiler, whose kernels are made for the threads that there are.
-@register("threads", settings=ThreadsPlan, default="off", before="compile", exactness="rounding", shown=(1,))
+@register(
+    "threads",
+    options=Literal["auto", "off"] | Annotated[int, Rule("a number from 1 on", lambda name, value: value >= 1)],
+    default="off",
+    doc=(
+        '``"off"`` leaves them as they are; a number from 1 on; or ``"auto"``: half as many, a quarter and so '
+        "on are tried on the run's own steps, and the fastest stays. ``lightning-accel tune`` finds it before "
+        "a run."
+    ),
+    before="compile",
+    exactness="rounding",
+)
 class Threads(Technique):
     """Has torch use as many threads as it is told, while the run lasts. Sums may be rounded in another order."""
 
@@ -71,11 +58,11 @@ class Threads(Technique):
         not_on={"xla": "XLA computes with threads of its own, of which torch's setting says nothing"},
     )
 
-    def __init__(self, settings: ThreadsPlan, context: BuildContext) -> None:
+    def __init__(self, settings: Literal["auto", "off"] | int, context: BuildContext) -> None:
         # Fewer than there are: all of them is what the run has without this.
         fewer = [torch.get_num_threads() >> halved for halved in range(1, torch.get_num_threads().bit_length())]
-        self._counts = [settings.count] if isinstance(settings.count, int) else fewer
-        if settings.count == "auto":
+        self._counts = [settings] if isinstance(settings, int) else fewer
+        if settings == "auto":
             self.run.live = Live(starts_off=True, asked_alone=True)
             self.run.forecast = Forecast(True, "tried", "fewer are tried")
         else:

@@ -18,6 +18,7 @@ from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.callbacks._allowance import LOGGING, Allowance
 from lightning_accel.core.purse import Purse
 from lightning_accel.evidence.record_reader import read_record
+from lightning_accel.settings import Plan
 from support.console import heard
 from support.measured_runs import Folder, Model, loader
 from support.technique_table import off
@@ -28,7 +29,7 @@ OFF: dict[str, Any] = off()
 def fit(model: Model, batches: int = 8, *, logger: Any = False, accel: Any = None, **options: Any) -> Trainer:
     """Trains with the plugin's own logger, and nothing else of the plugin's."""
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    plugin = AccelPlugin(**OFF | (accel or {}))
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | (accel or {})))
     settings = {"accelerator": "cpu", "max_epochs": 1, "logger": logger, "plugins": [plugin], **quiet, **options}
     trainer = Trainer(**settings)
     trainer.fit(model, loader(batches))

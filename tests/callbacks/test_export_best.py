@@ -77,7 +77,7 @@ def test_a_model_that_the_form_cannot_hold_is_said_and_the_fit_ends_well(
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else 2 * x
 
-    best, plugin = ExportBest("pt2"), AccelPlugin(tune="off")
+    best, plugin = ExportBest("pt2"), AccelPlugin(trust="checked")
     trainer = make_trainer(callbacks=[keeper(), best], plugins=[plugin], enable_checkpointing=True)
     trainer.fit(Supervised(nn.Sequential(mlp(), Gate())), data(), data())
     assert trainer.state.finished
@@ -88,7 +88,7 @@ def test_a_model_that_the_form_cannot_hold_is_said_and_the_fit_ends_well(
 
 
 def test_without_a_best_checkpoint_it_is_said_what_it_takes(make_trainer: Callable[..., Trainer]) -> None:
-    best, plugin = ExportBest(), AccelPlugin(tune="off")
+    best, plugin = ExportBest(), AccelPlugin(trust="checked")
     make_trainer(callbacks=[best], plugins=[plugin]).fit(Supervised(mlp()), data(), data())
     assert best.exported is None
     assert any("ModelCheckpoint(monitor=...)" in note for note in plugin.report.notes)
@@ -109,7 +109,7 @@ def test_of_several_checkpoints_the_first_that_is_best_by_something_is_exported(
         ModelCheckpoint(dirpath=folder, monitor=monitor, filename="best", save_last=monitor is None)
         for folder, monitor in keepers
     ]
-    best, plugin = ExportBest(), AccelPlugin(tune="off")
+    best, plugin = ExportBest(), AccelPlugin(trust="checked")
 
     class Logging(Supervised):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -129,7 +129,7 @@ def test_a_batch_that_does_not_say_what_forward_takes_asks_for_an_example(make_t
             return self(batch["pixels"]).sum()
 
     loader = DataLoader([{"pixels": torch.randn(8), "row": 1} for _ in range(4)], batch_size=2)
-    best, plugin = ExportBest(), AccelPlugin(tune="off")
+    best, plugin = ExportBest(), AccelPlugin(trust="checked")
     keep = ModelCheckpoint(dirpath="kept")
     make_trainer(callbacks=[keep, best], plugins=[plugin], enable_checkpointing=True).fit(Keyed(mlp()), loader)
     assert best.exported is None

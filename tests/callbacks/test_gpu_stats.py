@@ -91,7 +91,7 @@ def test_the_reason_of_throttling_is_logged_and_said_once(
         # Idle (0x1) is no throttling; power cap, and the card's own thermal slowdown, are.
         card.reasons = [0x1, 0x4, 0x4 | 0x40, 0x0][batch_idx]
 
-    plugin = AccelPlugin(tune="off", log=False)
+    plugin = AccelPlugin(trust="checked", report=False)
     stats, _ = fit(make_trainer, Model(heats), max_epochs=2, plugins=[plugin])
     found = stats.history[-1]
     assert {name.rpartition("/")[2]: value for name, value in found.items() if "throttled" in name} == {
@@ -228,7 +228,7 @@ def test_a_divided_card_whose_instance_is_not_named_is_no_card(monkeypatch: pyte
 
 
 def said_without(make_trainer: Any) -> str:
-    plugin = AccelPlugin(tune="off", log=False)
+    plugin = AccelPlugin(trust="checked", report=False)
     stats, trainer = fit(make_trainer, max_epochs=2, plugins=[plugin])
     assert (trainer.global_step, stats.history) == (2 * STEPS, [])
     (note,) = (note for note in plugin.report.notes if "GpuStats" in note)

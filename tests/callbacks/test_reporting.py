@@ -45,7 +45,7 @@ def fit(
     folder: Path | None, model: LightningModule | None = None, data: Any = None, *, accel: Any = None, **options: Any
 ) -> AccelPlugin:
     """Trains with the plugin, of which nothing but the given settings is on."""
-    plugin = AccelPlugin(**OFF | (accel or {}))
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | (accel or {})))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AccelWarning)
         make_trainer(folder, plugin, **options).fit(model or Nested(), vectors(8) if data is None else data)
@@ -89,7 +89,7 @@ def test_another_ending_is_refused_at_once(value: Any) -> None:
 
 def test_a_report_of_nothing_that_is_logged_is_refused() -> None:
     with pytest.raises(ValueError, match=r"report='report\.html' with log=False"):
-        AccelPlugin(report="report.html", log=False)
+        AccelPlugin(report="report.html")
 
 
 def test_without_a_logger_the_record_is_beside_the_report(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_evaluation_leaves_none_as_nothing_is_trained(tmp_path: Path, stage: str
         def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.body(batch)
 
-    plugin = AccelPlugin(**OFF, report="report.html")
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF, report="report.html"))
     getattr(make_trainer(tmp_path / "logs", plugin), stage)(Predicts(), vectors(2))
     assert files(tmp_path, "html") == []
 
@@ -232,7 +232,7 @@ class Evaluates(Tight):
 def test_an_evaluation_that_dies_of_a_lack_of_memory_leaves_a_report(
     tmp_path: Path, stage: str, has_logger: bool
 ) -> None:
-    plugin = AccelPlugin(**OFF | {"precision": "32-true"})
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | {"precision": "32-true"}))
     trainer = make_trainer(tmp_path / "logs" if has_logger else None, plugin, default_root_dir=tmp_path)
     with pytest.raises(StepMemoryError):
         getattr(trainer, stage)(Evaluates(most=3), DataLoader(Batches(), batch_size=None))
@@ -247,7 +247,7 @@ def test_an_evaluation_that_dies_of_a_lack_of_memory_leaves_a_report(
 
 def test_it_does_not_take_the_place_of_a_trainings_report(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("the training's")
-    plugin = AccelPlugin(**OFF | {"precision": "32-true", "report": "report.html"})
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | {"precision": "32-true", "report": "report.html"}))
     trainer = make_trainer(None, plugin, default_root_dir=tmp_path)
     with pytest.raises(StepMemoryError):
         trainer.validate(Evaluates(most=3), DataLoader(Batches(), batch_size=None))
@@ -256,7 +256,7 @@ def test_it_does_not_take_the_place_of_a_trainings_report(tmp_path: Path) -> Non
 
 
 def test_with_a_logger_of_the_users_own_it_leaves_one_all_the_same(tmp_path: Path) -> None:
-    plugin = AccelPlugin(**OFF | {"precision": "32-true"})
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | {"precision": "32-true"}))
     trainer = make_trainer(None, plugin, default_root_dir=tmp_path, callbacks=[SpeedMemoryLogger()])
     with pytest.raises(StepMemoryError):
         trainer.validate(Evaluates(most=3), DataLoader(Batches(), batch_size=None))
@@ -264,7 +264,7 @@ def test_with_a_logger_of_the_users_own_it_leaves_one_all_the_same(tmp_path: Pat
 
 
 def test_log_false_leaves_an_evaluation_without(tmp_path: Path) -> None:
-    plugin = AccelPlugin(**OFF | {"precision": "32-true", "log": False})
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | {"precision": "32-true", "report": False}))
     with pytest.raises(StepMemoryError):
         make_trainer(None, plugin, callbacks=[], default_root_dir=tmp_path).validate(
             Evaluates(most=3), DataLoader(Batches(), batch_size=None)
@@ -273,7 +273,7 @@ def test_log_false_leaves_an_evaluation_without(tmp_path: Path) -> None:
 
 
 def test_the_look_at_validation_before_a_fit_leaves_a_report_beside_its_logs(tmp_path: Path) -> None:
-    plugin = AccelPlugin(**OFF | {"precision": "32-true"})
+    plugin = AccelPlugin.from_plan(Plan().replace(**OFF | {"precision": "32-true"}))
     trainer = make_trainer(tmp_path / "logs", plugin, default_root_dir=tmp_path)
     batches = DataLoader(Batches(), batch_size=None)
     with pytest.raises(StepMemoryError):
@@ -284,7 +284,7 @@ def test_the_look_at_validation_before_a_fit_leaves_a_report_beside_its_logs(tmp
 
 
 def test_a_run_that_found_a_way_out_leaves_none(tmp_path: Path) -> None:
-    accel = {"precision": "32-true", "out_of_memory": "split"}
+    accel = {"precision": "32-true", "memory": {"on_oom": "split"}}
     fit(tmp_path / "logs", Tight(most=3), DataLoader(Batches(), batch_size=None), accel=accel)
     assert files(tmp_path, "html") == []
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_accel import AccelPlugin
 from lightning_accel.evidence.record_reader import read_record
+from lightning_accel.settings import Plan
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, Timed, batches, simulated
 from support.measured_runs import Folder
 
@@ -47,7 +48,7 @@ def fit(step_ms: float, steps: int = STEPS, **settings: Any) -> Steps:
         accel, callbacks = {**OTHERS_OFF, **settings.pop("accel", {})}, [seen, *settings.pop("others", [])]
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
         options: dict[str, Any] = {"max_epochs": 1, "logger": False, "callbacks": callbacks, **quiet, **settings}
-        trainer = Trainer(plugins=[AccelPlugin(**accel)], accelerator="cpu", **options)
+        trainer = Trainer(plugins=[AccelPlugin.from_plan(Plan().replace(**accel))], accelerator="cpu", **options)
         trainer.fit(Model(time), batches(steps))
     return seen
 

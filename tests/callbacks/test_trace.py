@@ -87,7 +87,7 @@ def test_a_trace_says_what_it_is_of(trace: dict[str, Any]) -> None:
 
 def test_techniques_are_named_where_they_act(make_trainer: Any) -> None:
     traces = TraceCallback(steps=[6])
-    plugin = AccelPlugin(gradient_checkpointing={"mode": "full", "blocks": ["blocks.0"]}, tune="off", log=False)
+    plugin = AccelPlugin(memory={"checkpoint": "full", "blocks": ["blocks.0"]}, trust="checked", report=False)
     fit(make_trainer, traces, plugins=[plugin])
     found = read(*traces.files)
     assert "blocks.0 [gradient_checkpointing]" in names(found)
@@ -106,7 +106,7 @@ def test_activations_go_on_working_in_place_in_a_traced_step(make_trainer: Any) 
             return self.net(batch).sum()
 
     traces = TraceCallback(steps=[6])
-    fit(make_trainer, traces, Wide(), plugins=[AccelPlugin(tune="off", log=False, precision="32-true")])
+    fit(make_trainer, traces, Wide(), plugins=[AccelPlugin(precision="32-true", trust="checked", report=False)])
     operations = {event["name"] for event in read(*traces.files)["traceEvents"]}
     assert "aten::relu_" in operations
     assert "aten::relu" not in operations
@@ -117,7 +117,9 @@ def test_a_step_that_techniques_try_their_changes_on_can_be_traced(make_trainer:
     reports = []
     for callbacks in ([], [TraceCallback(steps=[1, 2])]):
         torch.manual_seed(0)
-        plugin = AccelPlugin(tune="off", log=False, inplace_activations="auto", gradient_checkpointing="full")
+        plugin = AccelPlugin(
+            memory={"checkpoint": "full"}, techniques={"inplace_activations": "auto"}, trust="checked", report=False
+        )
         make_trainer(callbacks=callbacks, plugins=[plugin]).fit(Blocks(), loader(4))
         reports.append({name: plugin.report.applied(name) for name in plugin.report.techniques})
     assert reports[0] == reports[1]

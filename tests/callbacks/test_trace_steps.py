@@ -137,7 +137,7 @@ def test_a_handler_that_is_there_already_stays(make_trainer: Any, capfd: Any) ->
     came = []
     before = signal.signal(signal.SIGUSR2, lambda *_: came.append(1))
     try:
-        plugin, traces = AccelPlugin(tune="off"), TraceCallback(on="signal")
+        plugin, traces = AccelPlugin(trust="checked"), TraceCallback(on="signal")
         fit(make_trainer, traces, Blocks(signals(at=3)), plugins=[plugin])
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -146,7 +146,7 @@ def test_a_handler_that_is_there_already_stays(make_trainer: Any, capfd: Any) ->
 
 
 def test_a_fit_in_another_thread_goes_on_without_a_signal(make_trainer: Any) -> None:
-    plugin, traces = AccelPlugin(tune="off"), TraceCallback(on="signal")
+    plugin, traces = AccelPlugin(trust="checked"), TraceCallback(on="signal")
     ended = []
 
     def run() -> None:
@@ -180,7 +180,7 @@ def test_files_lie_in_the_default_folder_without_a_logger(make_trainer: Any, tmp
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_the_run_goes_on(make_trainer: Any, tmp_path: Path) -> None:
     (tmp_path / "accel").write_text("a file where the folder would be")
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2, 4])
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=[2, 4])
     trainer = fit(make_trainer, traces, default_root_dir=tmp_path, plugins=[plugin])
     assert trainer.global_step == 8
     assert traces.files == []
@@ -188,13 +188,13 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_the_run_goes_on(make_t
 
 
 def test_a_remote_folder_is_said_once(make_trainer: Any) -> None:
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2])
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=[2])
     fit(make_trainer, traces, default_root_dir="memory://somewhere", plugins=[plugin])
     assert any("writes to local folders" in note for note in plugin.report.notes)
 
 
 def test_steps_that_a_fit_does_not_have_are_said(make_trainer: Any) -> None:
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback()
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback()
     fit(make_trainer, traces, plugins=[plugin])
     (note,) = (note for note in plugin.report.notes if "no step was traced" in note)
     assert "20 to 22" in note
@@ -205,7 +205,7 @@ def test_steps_that_a_fit_does_not_have_are_said(make_trainer: Any) -> None:
 
 
 def test_beside_another_profiler_nothing_is_traced_and_the_other_is_whole(make_trainer: Any) -> None:
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2, 3])
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=[2, 3])
     trainer = make_trainer(callbacks=[traces], plugins=[plugin])
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
         trainer.fit(Blocks(), loader(4))
@@ -215,7 +215,7 @@ def test_beside_another_profiler_nothing_is_traced_and_the_other_is_whole(make_t
 
 
 def test_beside_lightnings_profiler_of_torch_nothing_is_traced(make_trainer: Any, tmp_path: Path) -> None:
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2, 3])
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=[2, 3])
     # It would begin in the seventh step.
     later = PyTorchProfiler(dirpath=tmp_path, schedule=schedule(wait=5, warmup=1, active=1))
     fit(make_trainer, traces, plugins=[plugin], profiler=later)
@@ -248,7 +248,7 @@ class Profiles(Callback):
 
 @pytest.mark.parametrize("is_made_before", [False, True])
 def test_a_profiler_that_begins_while_steps_are_traced_gets_its_way(make_trainer: Any, is_made_before: bool) -> None:
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=range(3, 7))
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=range(3, 7))
     theirs = Profiles(is_made_before=is_made_before)
     fit(make_trainer, traces, callbacks=[theirs], plugins=[plugin])
     assert "aten::linear" in theirs.events

@@ -41,7 +41,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     traces = TraceCallback(steps=[6, 7])
     checkpointing = {"mode": "full", "blocks": ["blocks.0"]}
-    plugin = AccelPlugin(gradient_checkpointing=checkpointing, precision="bf16-mixed", tune="off", log=False)
+    plugin = AccelPlugin(precision="bf16-mixed", memory={"checkpoint": checkpointing}, trust="checked", report=False)
     quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
     folder = tmp_path_factory.mktemp("traced")
     trainer = Trainer(
@@ -109,7 +109,7 @@ def test_a_trace_that_torch_has_not_written_as_json_is_kept_and_said(
             file.write('{"traceEvents": [{"dur": nan}]}')
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", broken)
-    plugin, traces = AccelPlugin(tune="off", log=False), TraceCallback(steps=[2])
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=[2])
     fit(make_trainer, traces, plugins=[plugin])
     assert gzip.decompress(traces.files[0].read_bytes()) == b'{"traceEvents": [{"dur": nan}]}'
     assert any("has no tracks" in note for note in plugin.report.notes)

@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 
-from lightning_accel import AccelCLI, AccelFSDPStrategy, AccelPlugin, CheckpointingPlan, Plan
+from lightning_accel import AccelCLI, AccelFSDPStrategy, AccelPlugin, MemoryOptions, Plan
 from lightning_accel.cli import accel_cli as cli
 from lightning_accel.data import Map, Normalize, RandomCrop
 
@@ -68,27 +68,27 @@ def test_without_settings_it_is_the_default_plan() -> None:
 
 
 def test_flags_reach_the_plugin() -> None:
-    plan = plan_of(build("--accel.precision=bf16-mixed", "--accel.compile=on", "--accel.log=false"))
-    assert plan == Plan(precision="bf16-mixed", compile="on", log=False)
+    plan = plan_of(build("--accel.precision=bf16-mixed", "--accel.compile=on", "--accel.report=false"))
+    assert plan == Plan(precision="bf16-mixed", compile="on", report=False)
 
 
 def test_the_section_reaches_the_plugin_and_flags_win_over_it() -> None:
     section = """
 accel:
   precision: 32-true
-  memory_format: "off"
   compile: off
-  gradient_checkpointing: {mode: selective, blocks: [Linear]}
+  memory: {checkpoint: selective, blocks: [Linear]}
+  techniques: {memory_format: off, loss: off}
 """
-    plan = plan_of(build(write(section), "--accel.memory_format=channels_last"))
+    plan = plan_of(build(write(section), "--accel.techniques.memory_format=channels_last", "--accel.memory.pack=auto"))
     assert plan.precision == "32-true"
-    assert plan.memory_format == "channels_last"
+    assert plan.techniques == {"memory_format": "channels_last", "loss": "off"}
     assert plan.compile == "off"
-    assert plan.gradient_checkpointing == CheckpointingPlan(mode="selective", blocks=("Linear",))
+    assert plan.memory == MemoryOptions(checkpoint="selective", blocks=("Linear",), pack="auto")
 
 
 def test_a_plan_written_as_yaml_is_a_section() -> None:
-    plan = Plan(precision="16-mixed", gradient_checkpointing={"mode": "full", "blocks": ["Linear"]}, strict=True)
+    plan = Plan(precision="16-mixed", memory={"checkpoint": "full", "blocks": ["Linear"]}, strict=True)
     text = "accel:\n" + "".join(f"  {line}\n" for line in plan.to_yaml().splitlines())
     assert plan_of(build(write(text))) == plan
 
@@ -137,16 +137,18 @@ trainer:
       init_args:
         precision: 32-true
         compile: off
-        gradient_checkpointing: {mode: full, blocks: [Linear]}
+        memory: {checkpoint: full, blocks: [Linear]}
+        techniques: {loss: off}
 """
     plan = plan_of(LightningCLI(BoringModel, args=[*QUIET, write(text)], run=False))
     assert plan.precision == "32-true"
     assert plan.compile == "off"
-    assert plan.gradient_checkpointing.blocks == ("Linear",)
+    assert plan.memory == MemoryOptions(checkpoint="full", blocks=("Linear",))
+    assert plan.techniques == {"loss": "off"}
 
 
 def test_a_plan_written_as_yaml_is_valid_as_init_args() -> None:
-    plan = Plan(precision="bf16-mixed", memory_format="channels_last", compile="auto")
+    plan = Plan(precision="bf16-mixed", compile="auto", techniques={"memory_format": "channels_last"})
     init_args = "".join(f"        {line}\n" for line in plan.to_yaml().splitlines())
     text = f"trainer:\n  plugins:\n    - class_path: lightning_accel.AccelPlugin\n      init_args:\n{init_args}"
     assert plan_of(LightningCLI(BoringModel, args=[*QUIET, write(text)], run=False)) == plan
@@ -184,12 +186,12 @@ def test_a_misspelt_transform_names_the_nearest(capsys: pytest.CaptureFixture[st
 
 
 def test_a_misspelt_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, write("accel: {memory_fromat: preserve}"))
-    assert "'memory_fromat'; did you mean 'memory_format'?" in said
+    said = complaint(capsys, write("accel: {memroy: auto}"))
+    assert "'memroy'; did you mean 'memory'?" in said
 
 
 def test_a_misspelt_key_of_a_nested_mapping_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, write("accel: {gradient_checkpointing: {mode: full, bloks: [Linear]}}"))
+    said = complaint(capsys, write("accel: {memory: {checkpoint: full, bloks: [Linear]}}"))
     assert "'bloks'; did you mean 'blocks'?" in said
 
 
@@ -207,20 +209,54 @@ def test_a_misspelt_key_behind_a_subcommand_names_the_nearest(capsys: pytest.Cap
     assert "did you mean 'accel.precision'?" in capsys.readouterr().err
 
 
-def test_a_misspelt_argument_of_the_plugin_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "trainer: {plugins: [{class_path: lightning_accel.AccelPlugin, init_args: {stric: true}}]}"
-    assert complaint(capsys, write(text)).rstrip().endswith("no argument 'stric'; did you mean 'strict'?")
+PLUGIN = "--trainer.plugins=lightning_accel.AccelPlugin"
+IN_YAML = "trainer: {plugins: [{class_path: lightning_accel.AccelPlugin, init_args: {%s}}]}"
+WRONG = {  # as flags and in YAML
+    "precison=auto": ("precison: auto", "no setting 'precison'; did you mean 'precision'?"),
+    "loss=off": ("loss: 'off'", "no setting 'loss': techniques={'loss': 'off'} sets it"),
+    "trust=mesured": ("trust: mesured", "trust='mesured'; did you mean 'measured'?"),
+    "memory=12": ("memory: 12", "12 what? '12GiB' or '12%'."),
+    "memory.chekpoint=full": ("memory: {chekpoint: full}", "no setting 'chekpoint'; did you mean 'checkpoint'?"),
+    "techniques.losss=on": ("techniques: {losss: on}", "no technique 'losss'; did you mean 'loss'?"),
+}
+
+
+@pytest.mark.parametrize("kind", [AccelCLI, LightningCLI])
+@pytest.mark.parametrize("flag", WRONG)
+def test_wrong_settings_of_a_plugin_are_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], flag: str, kind: type[LightningCLI]
+) -> None:
+    text, said = WRONG[flag]
+    for arguments in ([PLUGIN, f"--trainer.plugins.{flag}"], [write(IN_YAML % text)]):
+        with pytest.raises(SystemExit) as exit_:
+            kind(BoringModel, args=[*QUIET, *arguments], run=False)
+        assert exit_.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert said in error
+
+
+# jsonargparse takes --accel.loss for an abbreviation of --accel.lossy.
+@pytest.mark.parametrize("flag", [flag for flag in WRONG if flag != "loss=off"])
+def test_wrong_settings_of_the_section_are_answered_in_one_line(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    text, said = WRONG[flag]
+    for argument in (f"--accel.{flag}", write(f"accel: {{{text}}}")):
+        error = complaint(capsys, argument)
+        assert error.count("\n") == 1
+        assert said.split("'")[-2] in error
 
 
 def test_an_unknown_value_names_the_key_the_value_and_what_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "--accel.precision=bf17")
-    for part in ("accel.precision", "bf17", "'auto', '32-true', '16-mixed', 'bf16-mixed'"):
+    for part in ("accel: precision", "bf17", "'auto', 'off', '32-true', '16-mixed', 'bf16-mixed'"):
         assert part in said
 
 
 def test_contradictory_settings_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, "--accel.compile=auto", "--accel.verify=false")
-    assert said.startswith("accel: compile='auto' keeps what a trial showed to be faster, and verify=False forbids")
+    said = complaint(capsys, "--accel.compile=auto", "--accel.trust=unchecked")
+    assert said.startswith(
+        "accel: compile='auto' keeps what a trial showed to be faster, and trust='unchecked' forbids"
+    )
 
 
 @pytest.mark.parametrize("source", ["flag", "defaults"])

@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
     "trainer": {"accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False},
     "model": {"class_path": "support.search_runs.Sleeper", "init_args": {"step_s": 0.05}},
     "data": {"class_path": "support.search_runs.Samples", "init_args": {"batch_size": 16}},
-    "accel": {"compile": "off", "threads": 1, "tune": "off"},
+    "accel": {"compile": "off", "threads": 1, "trust": "checked"},
     "tuning": {"objective": "speed"},
 }
 
@@ -103,7 +103,7 @@ def test_the_folder_of_the_file_has_to_be_there() -> None:
 
 def test_the_section_is_read_by_every_subcommand_and_changes_none_but_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     run = command(monkeypatch, "--config", "config.yaml", run=False)
-    assert run.plan == Plan(compile="off", threads=1, tune="off")
+    assert run.plan == Plan(compile="off", techniques={"threads": 1}, trust="checked")
 
 
 def test_a_trainer_of_ones_own_keeps_the_subcommands_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

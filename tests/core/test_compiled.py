@@ -57,7 +57,7 @@ def test_many_models_compiled_in_one_process_all_stay_compiled(captured: list[An
 
 def test_blocks_with_a_graph_break_all_stay_compiled(captured: list[Any]) -> None:
     blocks = nn.ModuleList(Broken(width) for width in range(1, 15))
-    handle = accelerate(blocks, Plan(compile="on", precision="32-true", verify=False), host=CPU)
+    handle = accelerate(blocks, Plan(precision="32-true", compile="on", trust="unchecked"), host=CPU)
     for _ in range(3):
         with handle.step():
             for width, block in enumerate(blocks, start=1):

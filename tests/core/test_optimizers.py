@@ -43,7 +43,7 @@ def test_torchs_own_are_all_there_are_if_they_have_every_parameter_that_is_train
 def test_those_that_nobody_told_of_are_found_beside_those_that_are_told() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     told, untold = (torch.optim.AdamW(part.parameters(), lr=0.1) for part in model)
-    handle = accelerate(model, Plan(**OTHERS_OFF | {"optimizer": "fused"}), optimizers=told)
+    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"optimizer": "fused"}), optimizers=told)
     with handle.step():
         model(torch.ones(1, 2)).sum().backward()
     assert handle.report.applied("optimizer") == ["optimizer 0", "optimizer 1"]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.assembly import AcceleratedModel, accelerate
 from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
@@ -47,7 +47,7 @@ def _timed_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(model: nn.Module, handle: Handle | None, steps: int = 3) -> list[float]:
+def trained(model: nn.Module, handle: AcceleratedModel | None, steps: int = 3) -> list[float]:
     """The losses of some steps on the same batch."""
     torch.manual_seed(0)
     images, labels = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
@@ -89,7 +89,7 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
     forecasts = when_asked(host, model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", AccelWarning)
-        handle = accelerate(model, Plan(**NOTHING, **ASKED_FOR), host=host)
+        handle = accelerate(model, Plan().replace(**NOTHING, **ASKED_FOR), host=host)
     assert trained(model, handle) == pytest.approx(trained(plain, None), rel=1e-5)
     for setting, value in ASKED_FOR.items():
         is_had = forecasts[f'{setting}="{value}"'].acts
@@ -104,7 +104,7 @@ def test_strict_makes_an_error_of_what_is_not_to_be_had(host: Host, name: str) -
     setting = {**ASKED_FOR, "compile": "on"}[name]
     forecast = when_asked(host, ExampleModel())[f'{name}="{setting}"']
     with nullcontext() if forecast.acts else pytest.raises(AccelError, match=rf"{name}: .*\(strict=True\)"):
-        accelerate(ExampleModel(), Plan(**NOTHING, **{name: setting}, strict=True), host=host).undo()
+        accelerate(ExampleModel(), Plan().replace(**NOTHING, **{name: setting}, strict=True), host=host).undo()
 
 
 TPU = SIMULATED_HOSTS["TPU v5"]
@@ -122,7 +122,7 @@ def test_a_default_that_is_not_for_a_host_is_in_the_report_with_the_reason(name:
 def test_the_same_asked_for_by_name_is_a_warning(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.warns(AccelWarning, match=f"{name}: .*XLA"):
-        accelerate(ExampleModel(), Plan(**settings), host=TPU).undo()
+        accelerate(ExampleModel(), Plan().replace(**settings), host=TPU).undo()
 
 
 def test_lightnings_xla_strategies_take_no_accel_plugin_and_the_error_names_the_one_they_take() -> None:

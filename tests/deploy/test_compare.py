@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.deploy import Comparison, compare
+from lightning_accel.deploy import Comparison, compare_forms
 from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.comparing import _off, _recommended
 from lightning_accel.experiment.pair_test import RatioInterval
@@ -36,7 +36,7 @@ def found() -> Comparison:
     torch.manual_seed(0)
     served = model()
     forms = ["bf16", "int8-dynamic", "torchscript+int8-dynamic", "tensorrt"]
-    return compare(
+    return compare_forms(
         served, forms, batches(served), MulticlassAccuracy(4, average="micro"), batch_sizes=(1, 4), seconds=0.05
     )
 
@@ -76,7 +76,7 @@ def test_what_loses_too_much_is_left_out_with_the_layer_where_that_begins() -> N
     served = nn.Sequential(model(), nn.Linear(4, 4), nn.LayerNorm(4))
     with torch.no_grad():
         served[1].weight.mul_(1e7)
-    compared = compare(served, ["fp16"], [torch.randn(4, 32)], seconds=0.01, batch_sizes=(1,))
+    compared = compare_forms(served, ["fp16"], [torch.randn(4, 32)], seconds=0.01, batch_sizes=(1,))
     assert "It begins in '1', Linear" in compared.left_out["fp16"]
 
 
@@ -101,7 +101,7 @@ def test_a_form_that_drops_a_metric_is_worse_and_not_recommended() -> None:
     served = model()
     with torch.no_grad():
         data = [(x, served(x)) for x, _ in batches(served)]
-    found = compare(served, ["int8-dynamic"], data, {"mse": MeanSquaredError()}, max_drop=1e-9, seconds=0.02)
+    found = compare_forms(served, ["int8-dynamic"], data, {"mse": MeanSquaredError()}, max_drop=1e-9, seconds=0.02)
     assert found.worse == {"int8-dynamic": ["mse"]}
     assert found.recommended == "eager"
     assert "1 dropped a metric by more than 1e-09" in found.why
@@ -141,7 +141,7 @@ def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None
             return x if x.sum() > 0 else 2 * x
 
     served = nn.Sequential(model(), Gate())
-    found = compare(served, ["pt2"], [torch.randn(4, 32)], seconds=0.01, batch_sizes=(1,))
+    found = compare_forms(served, ["pt2"], [torch.randn(4, 32)], seconds=0.01, batch_sizes=(1,))
     assert "its control flow depends on data" in found.left_out["pt2"]
     assert found.recommended == "eager"
 
@@ -163,11 +163,11 @@ def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None
 def test_what_does_not_fit_is_an_error_that_says_what_to_give(options: dict, message: str) -> None:
     given = {"forms": [], "loader": [(torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))], **options}
     with pytest.raises(ValueError, match=message):
-        compare(TinyCNN(), seconds=0.01, **given)
+        compare_forms(TinyCNN(), seconds=0.01, **given)
 
 
 def test_forms_are_a_list_and_metrics_are_made() -> None:
     with pytest.raises(TypeError, match=r"forms='onnx': give a list, \['onnx'\]"):
-        compare(TinyCNN(), "onnx", [])
+        compare_forms(TinyCNN(), "onnx", [])
     with pytest.raises(TypeError, match=r"Give a metric of torchmetrics, MulticlassAccuracy\(10\) say"):
-        compare(TinyCNN(), [], [torch.randn(2, 3, 8, 8)], MulticlassAccuracy)  # type: ignore[arg-type]
+        compare_forms(TinyCNN(), [], [torch.randn(2, 3, 8, 8)], MulticlassAccuracy)  # type: ignore[arg-type]

@@ -13,7 +13,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.deploy import DynamicDimensionError, ExportError, MissingPackageError, compare, export, quantize
+from lightning_accel.deploy import (
+    DynamicDimensionError,
+    ExportError,
+    MissingPackageError,
+    compare_forms,
+    export,
+    quantize,
+)
 from lightning_accel.deploy.agreement import differs
 from lightning_accel.deploy.combinations import HOLDS, Mode
 from lightning_accel.deploy.onnx_int8 import quantize_file
@@ -137,7 +144,7 @@ def test_a_mapping_is_the_one_argument_where_forward_has_no_such_names() -> None
 def test_what_is_accelerated_is_exported_as_its_author_wrote_it() -> None:
     task = TASKS["transformer"]
     model = task.model()
-    handle = accelerate(model, Plan(precision="32-true", gradient_checkpointing="full", tune="off"))
+    handle = accelerate(model, Plan(precision="32-true", memory={"checkpoint": "full"}, trust="checked"))
     inputs, targets = task.batch()
     with handle.step():
         task.loss(model(handle.batch(inputs)), targets).backward()
@@ -231,7 +238,7 @@ def test_a_form_that_does_not_hold_these_numbers_is_an_error_that_says_which_do(
     with pytest.raises(ValueError, match=message):
         export(made, x, form)
     with pytest.raises(ValueError, match=message):
-        compare(model, [f"{form}+{mode}"], [x])
+        compare_forms(model, [f"{form}+{mode}"], [x])
 
 
 def test_the_page_has_the_table_of_what_each_form_holds() -> None:

@@ -109,7 +109,7 @@ def test_the_layer_that_loses_too_much_is_put_back_into_float() -> None:
 def test_what_is_accelerated_is_quantised_as_its_author_wrote_it() -> None:
     task = TASKS["transformer"]
     model = task.model()
-    handle = accelerate(model, Plan(precision="32-true", gradient_checkpointing="full", tune="off"))
+    handle = accelerate(model, Plan(precision="32-true", memory={"checkpoint": "full"}, trust="checked"))
     inputs, targets = task.batch()
     with handle.step():
         task.loss(model(handle.batch(inputs)), targets).backward()

@@ -14,6 +14,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.evidence.record_reader import RecordError, read_earlier, read_record
 from lightning_accel.evidence.render import to_json, to_markdown
 from lightning_accel.evidence.report_model import page_of
+from lightning_accel.settings import Plan
 from support.reported_runs import Nested, make_trainer, report_of, tuned, vectors
 from support.technique_table import off
 
@@ -27,7 +28,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_ACCEL_CACHE", str(folder / "remembered"))
-        make_trainer(folder, AccelPlugin(**off())).fit(Nested(), vectors())
+        make_trainer(folder, AccelPlugin.from_plan(Plan().replace(**off()))).fit(Nested(), vectors())
     found = [json.loads(line) for line in read_record(folder).path.read_text().splitlines()]
     found[-1]["report"]["techniques"] |= report_of(tuning=tuned(1.5, 1.4, 1.6, {"compile": "on"}))["techniques"]
     found.insert(2, {"kind": "settled", "step": 5})

@@ -19,6 +19,7 @@ from lightning_accel.evidence.amounts import duration, rate
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.report_model import page_of
 from lightning_accel.evidence.speed import speed_of
+from lightning_accel.settings import Plan
 from support.console import heard
 from support.measured_runs import Model, fit, loader
 from support.reported_runs import record_of, steps
@@ -45,7 +46,7 @@ def first_number(text: str) -> float:
 
 def test_console_loggers_page_and_compare_tell_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger, validated = TensorBoardLogger(tmp_path), {"val_dataloaders": loader(2)}
-    plugin = AccelPlugin(**off() | {"precision": "32-true"})
+    plugin = AccelPlugin.from_plan(Plan().replace(**off() | {"precision": "32-true"}))
     with heard() as lines:
         fit(Varies(), loader(20), max_epochs=3, logger=logger, fit_options=validated, plugins=[plugin])
     record = read_record(Path(logger.log_dir))

@@ -207,7 +207,7 @@ def test_a_run_of_which_nothing_was_measured_has_no_such_columns() -> None:
 
 def test_the_figures_of_a_run_come_to_its_page(tmp_path: Path) -> None:
     """Of trials on the first batch: recomputing gives the same to the bit, fused attention is within the spread."""
-    plugin = AccelPlugin(precision="32-true", gradient_checkpointing="full", flash_attention="sdpa")
+    plugin = AccelPlugin(precision="32-true", memory={"checkpoint": "full"}, techniques={"flash_attention": "sdpa"})
     make_trainer(tmp_path, plugin).fit(Supervised(Transformer()), tokens())
     said = {one.name: one for one in page_of(read_record(tmp_path)).techniques}
     recomputed, fused = said["gradient_checkpointing"], said["flash_attention"]

@@ -31,13 +31,18 @@ outcomes: dict[str, str] = {}
 def put_in(settings: dict[str, Any]) -> None:
     """Has a Trainer take AccelPlugin where Lightning would take plain ``Precision`` and the user gave none."""
     from lightning_accel import AccelPlugin
+    from lightning_accel.settings import Plan
 
     chosen = _AcceleratorConnector._check_and_init_precision
 
     def choose(self: Any) -> Any:
         precision = chosen(self)
         is_default = type(precision) is Precision and precision is not self._precision_plugin_flag
-        return AccelPlugin(**settings) if is_default and not isinstance(self.strategy, HAVE_THEIR_OWN) else precision
+        return (
+            AccelPlugin.from_plan(Plan().replace(**settings))
+            if is_default and not isinstance(self.strategy, HAVE_THEIR_OWN)
+            else precision
+        )
 
     _AcceleratorConnector._check_and_init_precision = choose
 

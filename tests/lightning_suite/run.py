@@ -32,8 +32,8 @@ def main(checkout: str, *arguments: str) -> int:
         unpack(checkout, Path(folder))
         named = {line.strip() for line in NAMED.read_text().splitlines() if "::" in line}
         for title, settings, expected in [
-            ("without logging", {**PLUGIN, "log": False}, set()),
-            ("with every edit from the first step on", {**PLUGIN, "log": False, "tune": "off"}, set()),
+            ("without logging", {**PLUGIN, "report": False}, set()),
+            ("with every edit from the first step on", {**PLUGIN, "report": False, "trust": "checked"}, set()),
             ("with logging", PLUGIN, named),
         ]:
             print(f"== {title}", flush=True)

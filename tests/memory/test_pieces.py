@@ -94,7 +94,7 @@ def test_parts_that_occur_once_train_to_the_very_same_weights(case: str) -> None
     torch.manual_seed(0)
     plain = make()
     model = copy.deepcopy(plain)
-    handle = accelerate(model, Plan(**PLAIN, gradient_checkpointing="selective"))
+    handle = accelerate(model, Plan().replace(**PLAIN, gradient_checkpointing="selective"))
     for network, step in ((plain, None), (model, handle)):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         for index in range(3):
@@ -133,7 +133,7 @@ def saved_shapes(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
 def test_a_sequence_keeps_its_products_and_nothing_else() -> None:
     torch.manual_seed(0)
     model, x = perceptron(), torch.randn(16, 8)
-    handle = accelerate(model, Plan(**PLAIN, gradient_checkpointing="selective"))
+    handle = accelerate(model, Plan().replace(**PLAIN, gradient_checkpointing="selective"))
     for _ in range(2):
         with handle.step():
             loss = model(x).sum()
@@ -148,7 +148,7 @@ def test_no_product_is_computed_twice(case: str) -> None:
     for mode in ("off", "selective"):
         torch.manual_seed(0)
         model = make()
-        handle = accelerate(model, Plan(**PLAIN, gradient_checkpointing=mode))
+        handle = accelerate(model, Plan().replace(**PLAIN, gradient_checkpointing=mode))
         for _ in range(2):
             with handle.step():
                 loss = model(torch.randn(shape)).sum()
@@ -160,7 +160,7 @@ def test_no_product_is_computed_twice(case: str) -> None:
 
 def test_a_copy_runs_its_own_layers() -> None:
     model = perceptron()
-    handle = accelerate(model, Plan(**PLAIN, gradient_checkpointing="selective"))
+    handle = accelerate(model, Plan().replace(**PLAIN, gradient_checkpointing="selective"))
     with handle.step():
         model(torch.randn(16, 8)).sum().backward()
     twin = copy.deepcopy(model)

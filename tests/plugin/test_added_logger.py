@@ -139,7 +139,7 @@ def test_the_users_own_is_the_only_one_and_can_be_monitored(make_trainer: MakeTr
 
 def test_log_false_tells_loggers_nothing(make_trainer: MakeTrainer) -> None:
     told = Told()
-    make_trainer(plugins=[AccelPlugin(log=False)], logger=told, log_every_n_steps=1).fit(Logging(cnn()), images())
+    make_trainer(plugins=[AccelPlugin(report=False)], logger=told, log_every_n_steps=1).fit(Logging(cnn()), images())
     assert told.calls
     assert not any(is_ours(name) for _, names in told.calls for name in names)
 
@@ -193,7 +193,7 @@ def test_a_strategy_method_that_is_a_mock_stays_one_while_the_run_reads_it(
             calls.append(trainer.strategy.backward.call_count)
 
     calls: list[int] = []
-    plugin = AccelPlugin(precision="32-true", out_of_memory="off")
+    plugin = AccelPlugin(precision="32-true", memory={"on_oom": "off"})
     trainer = make_trainer(plugins=[plugin], logger=CSVLogger(tmp_path), callbacks=[Reads()])
     trainer.strategy.backward = MagicMock(wraps=trainer.strategy.backward)
     trainer.fit(Supervised(cnn()), images())
@@ -204,7 +204,7 @@ def test_a_clock_that_a_test_has_put_in_the_place_of_pythons_is_not_read(
     make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = MagicMock(return_value=0.0)
-    plugin = AccelPlugin(memory_format="channels_last")
+    plugin = AccelPlugin(techniques={"memory_format": "channels_last"})
     trainer = make_trainer(plugins=[plugin], logger=CSVLogger(tmp_path))
     with monkeypatch.context() as stopped:
         for name in ("perf_counter", "perf_counter_ns", "monotonic", "thread_time_ns"):

@@ -23,7 +23,7 @@ MakeTrainer = Callable[..., Any]
 
 
 def channels_last() -> AccelPlugin:
-    return AccelPlugin(precision="32-true", memory_format="channels_last")
+    return AccelPlugin(precision="32-true", techniques={"memory_format": "channels_last"})
 
 
 @dataclass
@@ -191,7 +191,7 @@ def test_logged_metrics_are_those_of_a_plain_run(make_trainer: MakeTrainer, memo
             return self.net(x)
 
     logged = []
-    for plugins in ([], [AccelPlugin(precision="32-true", memory_format=memory_format, log=False)]):
+    for plugins in ([], [AccelPlugin(precision="32-true", techniques={"memory_format": memory_format}, report=False)]):
         torch.manual_seed(0)
         trainer = make_trainer(plugins=plugins)
         trainer.fit(Logs(cnn()), images())
@@ -209,7 +209,7 @@ def test_predictions_come_back_in_the_layout_a_plain_run_gives() -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
             return {"maps": self.net(batch)}
 
-    plugin = AccelPlugin(memory_format="channels_last", precision="32-true")
+    plugin = AccelPlugin(precision="32-true", techniques={"memory_format": "channels_last"})
     trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_progress_bar=False)
     predictions = trainer.predict(Segmenter(), DataLoader(torch.randn(4, 3, 8, 8), batch_size=2))
     assert plugin.report.applied("memory_format") == ["net"]

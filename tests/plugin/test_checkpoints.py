@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Call, Supervised, Transformer, cnn, images, tokens
 
 MakeTrainer = Callable[..., Any]
@@ -19,7 +20,9 @@ pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("determinism_restored
 
 
 def plugin(**settings: Any) -> AccelPlugin:
-    return AccelPlugin(**{"precision": "32-true", "memory_format": "channels_last", **settings})
+    return AccelPlugin.from_plan(
+        Plan().replace(**{"precision": "32-true", "memory_format": "channels_last", **settings})
+    )
 
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_accel import AccelError, AccelPlugin, AccelWarning
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, Transformer, cnn, footprint, images, mlp, tokens, vectors
 
 MakeTrainer = Callable[..., Any]
@@ -45,7 +46,7 @@ def test_two_plugins_are_refused(make_trainer: MakeTrainer) -> None:
 )
 def test_an_unknown_value_names_argument_value_and_what_is_allowed(argument: str, value: Any, allowed: str) -> None:
     with pytest.raises(ValueError, match=argument) as caught:
-        AccelPlugin(**{argument: value})
+        AccelPlugin.from_plan(Plan().replace(**{argument: value}))
     shown = value["mode"] if isinstance(value, dict) else "on" if value is True else value
     assert repr(shown) in str(caught.value)
     assert allowed in str(caught.value)
@@ -54,7 +55,7 @@ def test_an_unknown_value_names_argument_value_and_what_is_allowed(argument: str
 @pytest.mark.parametrize("argument", ["log", "strict", "verify"])
 def test_a_switch_that_is_no_boolean_is_refused(argument: str) -> None:
     with pytest.raises(TypeError, match=rf"{argument}='yes'.*True, False"):
-        AccelPlugin(**{argument: "yes"})
+        AccelPlugin.from_plan(Plan().replace(**{argument: "yes"}))
 
 
 def test_an_unknown_technique_is_refused() -> None:
@@ -65,14 +66,14 @@ def test_an_unknown_technique_is_refused() -> None:
 def test_checkpointing_a_model_without_blocks_says_how_to_name_some(make_trainer: MakeTrainer) -> None:
     module = Supervised(mlp())
     before = footprint(module)
-    trainer = make_trainer(plugins=[AccelPlugin(gradient_checkpointing="full")])
-    with pytest.raises(ValueError, match=r"gradient_checkpointing='full'.*no repeated blocks.*'blocks'"):
+    trainer = make_trainer(plugins=[AccelPlugin(memory={"checkpoint": "full"})])
+    with pytest.raises(ValueError, match=r"memory.checkpoint='full'.*no repeated blocks.*'blocks'"):
         trainer.fit(module, vectors())
     assert footprint(module) == before
 
 
 def test_a_block_path_that_matches_nothing_names_the_nearest(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(gradient_checkpointing={"mode": "full", "blocks": ["Blok"]})
+    plugin = AccelPlugin(memory={"checkpoint": "full", "blocks": ["Blok"]})
     module = Supervised(Transformer())
     before = footprint(module)
     with pytest.raises(ValueError, match=r"No block matches 'Blok'.*did you mean 'Block'"):
@@ -107,11 +108,13 @@ def test_compile_without_a_compiler_is_an_error_when_strict(make_trainer: MakeTr
 
 def test_channels_last_without_convolutions_warns(make_trainer: MakeTrainer) -> None:
     with pytest.warns(AccelWarning, match="memory_format was asked for and found no site"):
-        make_trainer(plugins=[AccelPlugin(memory_format="channels_last")]).fit(Supervised(mlp()), vectors())
+        make_trainer(plugins=[AccelPlugin(techniques={"memory_format": "channels_last"})]).fit(
+            Supervised(mlp()), vectors()
+        )
 
 
 def test_channels_last_without_convolutions_is_an_error_when_strict(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(memory_format="channels_last", strict=True)
+    plugin = AccelPlugin(techniques={"memory_format": "channels_last"}, strict=True)
     with pytest.raises(AccelError, match="memory_format was asked for and found no site"):
         make_trainer(plugins=[plugin]).fit(Supervised(mlp()), vectors())
 
@@ -133,4 +136,4 @@ def test_a_model_whose_own_code_fails_raises_its_own_error(make_trainer: MakeTra
             return self.net(batch[0]) @ nn.Linear(7, 9).weight
 
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        make_trainer(plugins=[AccelPlugin(memory_format="channels_last")]).fit(Wrong(cnn()), images())
+        make_trainer(plugins=[AccelPlugin(techniques={"memory_format": "channels_last"})]).fit(Wrong(cnn()), images())

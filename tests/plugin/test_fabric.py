@@ -42,7 +42,10 @@ def trained(plugins: list[Any], *, net: nn.Module | None = None, accumulate: int
 def test_a_loop_trains_to_the_same_numbers(accumulate: int) -> None:
     blocks = {"mode": "full", "blocks": ["0", "3"]}
     plugin = AccelFabricPlugin(
-        precision="32-true", tune="off", optimizer="off", memory_format="off", gradient_checkpointing=blocks
+        precision="32-true",
+        memory={"checkpoint": blocks},
+        techniques={"optimizer": "off", "memory_format": "off"},
+        trust="checked",
     )
     plain, expected = trained([], accumulate=accumulate)
     fast, losses = trained([plugin], accumulate=accumulate)
@@ -55,7 +58,7 @@ def test_several_modules_are_one_and_a_step_has_one_of_each_optimizer(monkeypatc
     """A step of one network alone, beside one of the other, would be another kind of step: no two could be compared."""
     begun = []
     monkeypatch.setattr(LoopTuning, "step_begins", lambda turns: begun.append(True))
-    plugin = AccelFabricPlugin(precision="32-true", gradient_checkpointing={"mode": "full", "blocks": ["0.0", "1.0"]})
+    plugin = AccelFabricPlugin(precision="32-true", memory={"checkpoint": "full", "blocks": ["0.0", "1.0"]})
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
     pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01)) for net in nets]
@@ -69,7 +72,7 @@ def test_several_modules_are_one_and_a_step_has_one_of_each_optimizer(monkeypatc
 
 
 def test_teardown_gives_the_module_back() -> None:
-    plugin = AccelFabricPlugin(precision="bf16-mixed", tune="off", memory_format="channels_last")
+    plugin = AccelFabricPlugin(precision="bf16-mixed", techniques={"memory_format": "channels_last"}, trust="checked")
     net = cnn()
     before = footprint(net)
     trained([plugin], net=net)
@@ -79,7 +82,7 @@ def test_teardown_gives_the_module_back() -> None:
 
 
 def test_outputs_are_in_float32_whatever_computes_them() -> None:
-    plugin = AccelFabricPlugin(precision="bf16-mixed", tune="off")
+    plugin = AccelFabricPlugin(precision="bf16-mixed", trust="checked")
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     model = fabric.setup(cnn())
     assert model(BATCHES[0]).dtype == torch.float32
@@ -87,7 +90,7 @@ def test_outputs_are_in_float32_whatever_computes_them() -> None:
 
 
 def test_the_scaler_steps_with_float16() -> None:
-    plugin = AccelFabricPlugin(precision="16-mixed", tune="off")
+    plugin = AccelFabricPlugin(precision="16-mixed", trust="checked")
     _, expected = trained([])
     _, losses = trained([plugin])
     torch.testing.assert_close(losses, expected, atol=0.1, rtol=0.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.hostile_models import ROWS
 from support.hostile_runs import differences, plain, train
 
@@ -41,7 +42,7 @@ def rows(*, only: str = "") -> Any:
 def accelerated(name: str, **settings: Any) -> Any:
     if name == "draws_random_numbers":  # for an image they fill it in the order of its memory: others in another layout
         settings["memory_format"] = "off"
-    return train(ROWS[name], plugins=[AccelPlugin(precision="32-true", **settings)])
+    return train(ROWS[name], plugins=[AccelPlugin.from_plan(Plan().replace(precision="32-true", **settings))])
 
 
 # A step that only an edit of ours makes raise is said in a warning, and repeated.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
 from lightning_accel.experiment.trial import Trial
+from lightning_accel.settings import Plan
 from support.lightning_models import Block, Call, Supervised, Transformer, cnn, footprint, images, tokens
 
 MakeTrainer = Callable[..., Any]
@@ -28,7 +29,7 @@ def everything(**settings: Any) -> AccelPlugin:
         "memory_format": "channels_last",
         "gradient_checkpointing": BLOCKS,
     }
-    return AccelPlugin(**{**given, **settings})
+    return AccelPlugin.from_plan(Plan().replace(**{**given, **settings}))
 
 
 # -- the module is given back -------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ def test_a_module_that_was_only_evaluated_can_still_be_trained(
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 @pytest.mark.parametrize("after_run", [False, True], ids=["before a run", "after a run"])
 def test_a_copied_plugin_trains(make_trainer: MakeTrainer, precision: Any, duplicate: Any, after_run: bool) -> None:
-    plugin = AccelPlugin(precision=precision, memory_format="channels_last")
+    plugin = AccelPlugin(precision=precision, techniques={"memory_format": "channels_last"})
     if after_run:
         make_trainer(plugins=[plugin]).fit(Supervised(cnn()), images())
     twin = duplicate(plugin)
@@ -297,7 +298,7 @@ def test_a_dropped_module_is_not_kept_alive(make_trainer: MakeTrainer) -> None:
 def test_blocks_of_a_transformer_are_given_back(make_trainer: MakeTrainer) -> None:
     module = Supervised(Transformer())
     before = footprint(module)
-    plugin = AccelPlugin(precision="bf16-mixed", gradient_checkpointing="selective")
+    plugin = AccelPlugin(precision="bf16-mixed", memory={"checkpoint": "selective"})
     make_trainer(plugins=[plugin]).fit(module, tokens())
     assert footprint(module) == before
     assert all(type(block) is Block for block in module.net.blocks)

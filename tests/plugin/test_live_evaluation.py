@@ -45,7 +45,7 @@ def trainer_with(plugin: AccelPlugin) -> Trainer:
 @pytest.mark.parametrize(("speedup", "settled"), [(0.8, "off"), (1.5, "on")])
 def test_it_runs_with_what_the_fit_has_settled(stage: str, speedup: float, settled: str) -> None:
     with simulated(speedup) as time:
-        model, trainer = Evaluated(time), trainer_with(AccelPlugin(log=False))
+        model, trainer = Evaluated(time), trainer_with(AccelPlugin(report=False))
         trainer.fit(model, batches(100))
         getattr(trainer, stage)(model, batches(3))
     assert model.evaluated == [settled] * 3
@@ -53,7 +53,7 @@ def test_it_runs_with_what_the_fit_has_settled(stage: str, speedup: float, settl
 
 def test_another_module_is_evaluated_by_the_rules() -> None:
     with simulated(0.8) as time:
-        fitted, other, trainer = Timed(time), Evaluated(time), trainer_with(AccelPlugin(log=False))
+        fitted, other, trainer = Timed(time), Evaluated(time), trainer_with(AccelPlugin(report=False))
         trainer.fit(fitted, batches(100))
         trainer.test(other, batches(3))
     assert other.evaluated == ["on"] * 3
@@ -71,7 +71,7 @@ def test_a_number_format_that_lost_is_not_evaluated_in(
         def test_step(self, batch: Any, batch_idx: int) -> None:
             autocast.append(torch.is_autocast_enabled("cpu"))
 
-    plugin = AccelPlugin(log=False, precision="auto")
+    plugin = AccelPlugin(precision="auto", report=False)
     trainer, model = trainer_with(plugin), Watched(mlp())
     trainer.fit(model, vectors(3))  # too short to try anything
     plugin.load_state_dict({"tuning": Tuning(choices, is_settled=True).to_dict()})

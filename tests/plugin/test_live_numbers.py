@@ -46,7 +46,7 @@ def test_losses_are_no_further_from_a_plain_runs_than_those_on_another_number_of
     plain, on_two_threads = losses(make_trainer), losses(make_trainer, threads=2)
     exact = losses(make_trainer, dtype=torch.float64)
     force: Any = {"force": ["TransformerBlock"]}  # on trial, though the clock be against it at these sizes
-    plugin = AccelPlugin(log=False, precision="32-true", flash_attention=force)
+    plugin = AccelPlugin(precision="32-true", techniques={"flash_attention": force}, report=False)
     live = losses(make_trainer, plugins=[plugin])
     assert "whole plan" in plugin.report.of("tuning").details
     # Two threads may happen to sum in the same order as one: what rounding costs shows against float64, too.

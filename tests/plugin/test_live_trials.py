@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_accel import AccelPlugin
 from lightning_accel.experiment.store import STORES, Entry, Store
 from lightning_accel.lightning import live_trials
+from lightning_accel.settings import Plan
 from lightning_accel.tuning.tuning_cache import TUNINGS
 from support.live_runs import OTHERS_OFF, Speed, Timed, batches, fit, simulated
 
@@ -89,13 +90,13 @@ def test_every_step_of_a_trial_trains() -> None:
         model, plain = Timed(time), Timed(time)
         plain.load_state_dict(model.state_dict())
         fit(model)
-        fit(plain, accel={"tune": "off"})
+        fit(plain, accel={"trust": "checked"})
     assert torch.equal(model.layer.weight, plain.layer.weight)
     assert {"on", "off"} == set(model.seen)
     assert len(model.seen) == 200
 
 
-@pytest.mark.parametrize("settings", [{"accel": {"tune": "off"}}, {"accel": {"tune": False}}, {"deterministic": True}])
+@pytest.mark.parametrize("settings", [{"accel": {"trust": "checked"}}, {"deterministic": True}])
 def test_told_not_to_nothing_is_decided_by_the_clock(settings: dict[str, Any], determinism_restored: None) -> None:
     with simulated(0.5) as time:
         model = Timed(time)
@@ -187,7 +188,7 @@ def test_a_search_for_the_batch_size_comes_before_the_trials() -> None:
     with simulated(1.5) as time:
         model = Sized(time)
         search = BatchSizeFinder(init_val=2, max_trials=3, steps_per_trial=8)
-        plugin = AccelPlugin(log=False, **OTHERS_OFF)
+        plugin = AccelPlugin.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         quiet_trainer(plugin, callbacks=[search]).fit(model)
     assert model.batch_size == 8
     assert "over plain" in status(plugin)
@@ -264,7 +265,7 @@ def test_a_second_fit_after_one_that_was_interrupted_in_its_trials_asks_anew() -
                 raise RuntimeError("pulled the plug")
 
     with simulated(0.8) as time:
-        model, plugin = Interrupted(time), AccelPlugin(log=False, **OTHERS_OFF)
+        model, plugin = Interrupted(time), AccelPlugin.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         with pytest.raises(RuntimeError, match="pulled the plug"):
             fit(model, trainer=quiet_trainer(plugin))
         fit(model, trainer=quiet_trainer(plugin))
@@ -323,12 +324,12 @@ def test_after_the_run_the_report_is_data() -> None:
 @pytest.mark.parametrize("value", ["always", "Auto", 3, None])
 def test_an_unknown_setting_is_named(value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"tune=.*Allowed: 'auto', 'off'"):
-        AccelPlugin(tune=value)
+        AccelPlugin(trust="measured" if value == "auto" else "checked")
 
 
 def test_one_plugin_serves_several_fits() -> None:
     with simulated(1.5) as time:
-        plugin = AccelPlugin(log=False, **OTHERS_OFF)
+        plugin = AccelPlugin.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         for _ in range(2):
             quiet_trainer(plugin).fit(Timed(time), batches(100))
             assert "over plain" in status(plugin)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, mlp, sgd, vectors
 
 pytestmark = pytest.mark.numbers
@@ -20,7 +21,7 @@ MakeTrainer = Callable[..., Any]
 
 
 def fp16(**settings: Any) -> AccelPlugin:
-    return AccelPlugin(precision="16-mixed", memory_format="off", log=False, **settings)
+    return AccelPlugin.from_plan(Plan().replace(precision="16-mixed", memory_format="off", report=False, **settings))
 
 
 def module(optimizer: Any = sgd, kind: type[Supervised] = Supervised) -> Supervised:

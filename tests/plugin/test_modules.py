@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, cnn, footprint, images
 
 pytestmark = pytest.mark.numbers
@@ -31,7 +32,7 @@ def everything(**settings: Any) -> AccelPlugin:
         "memory_format": "channels_last",
         "gradient_checkpointing": BLOCKS,
     }
-    return AccelPlugin(**{**given, **settings})
+    return AccelPlugin.from_plan(Plan().replace(**{**given, **settings}))
 
 
 # -- all kinds of modules -----------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_a_compiled_network_inside_the_module_trains(make_trainer: MakeTrainer) 
     module = Supervised(cnn())
     module.net = torch.compile(module.net, backend="eager")
     before = footprint(module)
-    plugin = AccelPlugin(precision="32-true", memory_format="channels_last")
+    plugin = AccelPlugin(precision="32-true", techniques={"memory_format": "channels_last"})
     with pytest.warns(UserWarning, match="found no site"):
         make_trainer(plugins=[plugin]).fit(module, images())
     assert footprint(module) == before
@@ -108,7 +109,7 @@ def test_tied_weights_stay_tied(make_trainer: MakeTrainer) -> None:
 def test_layers_directly_on_the_module_whose_forward_is_called(make_trainer: MakeTrainer) -> None:
     plain, accelerated = make_direct(), make_direct()
     make_trainer().fit(plain, images())
-    plugin = AccelPlugin(precision="32-true", memory_format="channels_last")
+    plugin = AccelPlugin(precision="32-true", techniques={"memory_format": "channels_last"})
     make_trainer(plugins=[plugin]).fit(accelerated, images())
     assert accelerated.losses == pytest.approx(plain.losses, rel=1e-5)
     assert plugin.report.applied("memory_format") == ["conv"]
@@ -123,7 +124,7 @@ def test_layers_directly_on_the_module_called_by_its_training_step(make_trainer:
 
     plain, accelerated = make_direct(NoForward), make_direct(NoForward)
     make_trainer().fit(plain, images())
-    plugin = AccelPlugin(precision="32-true", memory_format="channels_last")
+    plugin = AccelPlugin(precision="32-true", techniques={"memory_format": "channels_last"})
     make_trainer(plugins=[plugin]).fit(accelerated, images())
     assert accelerated.losses == pytest.approx(plain.losses, rel=1e-5)
     assert plugin.report.applied("memory_format") == ["conv"]

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, Transformer, cnn, images, tokens
 
 pytestmark = pytest.mark.numbers
@@ -23,7 +24,7 @@ OFF: dict[str, Any] = {
     "memory_format": "off",
     "inplace_activations": False,
     "optimizer": "off",
-    "log": False,
+    "report": False,
 }
 
 
@@ -40,7 +41,9 @@ def test_a_plugin_with_everything_off_changes_nothing(
     make_trainer: MakeTrainer, net: Callable[[], nn.Module], data: Any, precision: Any
 ) -> None:
     plain = trained(make_trainer, net, data, precision=precision)
-    accelerated = trained(make_trainer, net, data, plugins=[AccelPlugin(precision=precision, **OFF)])
+    accelerated = trained(
+        make_trainer, net, data, plugins=[AccelPlugin.from_plan(Plan().replace(precision=precision, **OFF))]
+    )
     assert accelerated.losses == plain.losses
 
 
@@ -49,7 +52,7 @@ def test_a_transformer_in_float32_is_exact_with_everything_on(make_trainer: Make
     plain = trained(make_trainer, Transformer, tokens())
     # Fused attention and optimizers sum in another order, and are tested for themselves.
     exact: dict[str, Any] = {"precision": "32-true", "flash_attention": "off", "optimizer": "off"}
-    plugin = AccelPlugin(**exact, gradient_checkpointing=checkpointing)
+    plugin = AccelPlugin.from_plan(Plan().replace(**exact, gradient_checkpointing=checkpointing))
     accelerated = trained(make_trainer, Transformer, tokens(), plugins=[plugin])
     assert accelerated.losses == plain.losses
     if checkpointing != "off":
@@ -61,8 +64,8 @@ def test_a_cnn_in_float32_is_the_same_with_everything_on(make_trainer: MakeTrain
     plain = trained(make_trainer, cnn, images())
     plugin = AccelPlugin(
         precision="32-true",
-        memory_format="channels_last",
-        gradient_checkpointing={"mode": checkpointing, "blocks": ["net.0", "net.3"]},
+        memory={"checkpoint": checkpointing, "blocks": ["net.0", "net.3"]},
+        techniques={"memory_format": "channels_last"},
     )
     accelerated = trained(make_trainer, cnn, images(), plugins=[plugin])
     assert accelerated.losses == pytest.approx(plain.losses, rel=1e-5)
@@ -72,7 +75,7 @@ def test_a_cnn_in_float32_is_the_same_with_everything_on(make_trainer: MakeTrain
 def test_checkpointing_with_accumulated_gradients_is_exact(make_trainer: MakeTrainer) -> None:
     plain = trained(make_trainer, Transformer, tokens(), accumulate_grad_batches=2, gradient_clip_val=0.1)
     exact: dict[str, Any] = {"precision": "32-true", "flash_attention": "off", "optimizer": "off"}
-    plugin = AccelPlugin(**exact, gradient_checkpointing="full")
+    plugin = AccelPlugin.from_plan(Plan().replace(**exact, gradient_checkpointing="full"))
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     accelerated = trained(make_trainer, Transformer, tokens(), plugins=[plugin], **options)
     assert accelerated.losses == plain.losses

@@ -53,7 +53,7 @@ def _edits(function: Any) -> list[Any]:
 
 
 def test_each_method_of_lightnings_is_patched_once(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    plugin = AccelPlugin(memory_format="channels_last", out_of_memory="split")
+    plugin = AccelPlugin(memory={"on_oom": "split"}, techniques={"memory_format": "channels_last"})
     checkpoints = ModelCheckpoint(tmp_path / "checkpoints")
     callbacks = [TraceCallback(range(2, 4)), SpeedMemoryLogger(), checkpoints, Hooks(), looks := Looks()]
     options: dict[str, Any] = {"logger": CSVLogger(tmp_path), "enable_checkpointing": True, "max_epochs": 2}

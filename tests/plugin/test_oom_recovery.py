@@ -68,7 +68,7 @@ def test_its_numbers_are_those_of_a_run_with_more_memory(said: Callable[[str], S
 
 def test_the_log_says_at_once_what_was_put_on_and_later_what_it_costs(said: Callable[[str], Said]) -> None:
     answered = said("in its forward pass")
-    put_on = "out of memory: gradient_checkpointing='selective' put on at step 4: "
+    put_on = "out of memory: memory.checkpoint='selective' put on at step 4: "
     (warning,) = answered["warned"]
     assert warning.startswith(f"{put_on}it needed more than")
     (note,) = answered["notes"]
@@ -126,7 +126,7 @@ def test_it_is_what_torch_raises_and_comes_from_what_torch_raised(said: Callable
 
 def test_the_page_says_what_was_put_on_in_vain(said: Callable[[str], Said]) -> None:
     page = said("nothing is enough")["error"]
-    assert "\nWhat was put on before:\n  gradient_checkpointing='full': in force (12 sites)\n" in page
+    assert "\nWhat was put on before:\n  memory.checkpoint='full': in force (12 sites)\n" in page
 
 
 def test_gradients_of_earlier_batches_are_not_thrown_away(said: Callable[[str], Said]) -> None:

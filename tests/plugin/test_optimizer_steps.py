@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, mlp, vectors
 from support.live_runs import SimulatedTime, fit, simulated
 from support.strategies.gan import Gan
@@ -27,7 +28,7 @@ adamw = partial(AdamW, lr=0.05)
 
 
 def plugin(setting: str = "fused", **more: Any) -> AccelPlugin:
-    return AccelPlugin(**off() | {"optimizer": setting, "log": False} | more)
+    return AccelPlugin.from_plan(Plan().replace(**off() | {"optimizer": setting, "report": False} | more))
 
 
 def module(optimizer: Any = adamw) -> Supervised:
@@ -151,7 +152,7 @@ def test_the_runs_own_steps_decide_where_nothing_else_is_in_force(fused_ms: floa
     assert {True, None} <= set(model.flags)
     assert model.flags[-1] is ends
     chosen = "fused" if ends else "foreach"
-    assert f"optimizer={chosen}" in one.report.of("tuning").status or chosen in one.report.to_text()
+    assert f"techniques.optimizer={chosen}" in one.report.of("tuning").status or chosen in one.report.to_text()
 
 
 def test_an_error_of_the_users_is_raised_once_where_only_the_optimizer_is_edited(make_trainer: MakeTrainer) -> None:

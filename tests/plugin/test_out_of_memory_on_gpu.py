@@ -58,7 +58,7 @@ def test_the_step_runs_again_with_what_needs_less_and_gives_a_roomy_runs_numbers
 ) -> None:
     sizes = [SMALL] * 4 + [LARGE] + [SMALL] * 2
     plain = trained(Deep, sizes, None)
-    plugin = AccelPlugin(precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", report=False)
     with_room_for(3 * GIB)
     with pytest.warns(AccelWarning, match=r"out of memory: .* put on at step 4"):
         model = trained(Deep, sizes, plugin)
@@ -72,7 +72,7 @@ def test_the_page_is_torchs_own_kind_of_error_and_lists_the_allocators_books(
 ) -> None:
     with_room_for(GIB)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as raised:
-        trained(Flat, [SMALL, LARGE * 4], AccelPlugin(precision="32-true", log=False))
+        trained(Flat, [SMALL, LARGE * 4], AccelPlugin(precision="32-true", report=False))
     page = str(raised.value)
     assert "  inner.wide" in page
     assert "activations, and what was being computed" in page

@@ -28,6 +28,7 @@ from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_S
 from lightning_accel.lightning import met_programs, plain_start
 from lightning_accel.lightning import plugin as plugin_module
 from lightning_accel.memory.oom_report import StepMemoryError
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Traits
 from lightning_accel.techniques.technique_context import Verdict
 from support.console import heard
@@ -167,7 +168,7 @@ def test_what_a_subclass_overrides_is_called_in_every_step() -> None:
             return super().convert_input(data)
 
     with begun(2.0) as time:
-        plugin = Counts(log=False, **OTHERS_OFF)
+        plugin = Counts(report=False, **OTHERS_OFF)
         trainer = Trainer(plugins=[plugin], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
         fit(Beginner(time), 20, trainer=trainer)
     assert Counts.count == 20
@@ -506,7 +507,7 @@ def test_a_test_after_a_fit_in_which_nothing_was_faster_is_plain() -> None:
             self.seen.append("on" if There.is_around else "plain")
 
     with begun(0.7) as time:
-        model, plugin = Tested(time), AccelPlugin(log=False, **OTHERS_OFF)
+        model, plugin = Tested(time), AccelPlugin.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
         trainer = Trainer(plugins=[plugin], accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
         trainer.fit(model, batches(1_000))
@@ -529,7 +530,7 @@ def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: py
 def test_a_resumed_run_goes_on_with_its_plan(tmp_path: Path) -> None:
     with begun(2.0) as time:
         trainer_of: dict[str, Any] = {"enable_checkpointing": False, "max_epochs": 1}
-        plugin = AccelPlugin(log=False, **OTHERS_OFF)
+        plugin = AccelPlugin.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
         trainer = Trainer(plugins=[plugin], accelerator="cpu", **quiet, **trainer_of)
         trainer.fit(Beginner(time), batches(300))
@@ -542,7 +543,7 @@ def test_a_resumed_run_goes_on_with_its_plan(tmp_path: Path) -> None:
 # -- what does not begin plain ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accel", [{"tune": "off"}, {"threads": 1}])
+@pytest.mark.parametrize("accel", [{"trust": "checked"}, {"threads": 1}])
 def test_what_is_asked_for_is_at_work_from_the_first_step(accel: dict[str, Any]) -> None:
     with begun(2.0) as time:
         model = Beginner(time)
@@ -566,7 +567,7 @@ def test_an_evaluation_that_no_fit_has_come_before_is_plain() -> None:
         def test_step(self, batch: list[Tensor], batch_idx: int) -> None: ...
 
     with begun(2.0):
-        plugin = AccelPlugin(log=False, **OTHERS_OFF)
+        plugin = AccelPlugin.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         quiet: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
         Trainer(plugins=[plugin], accelerator="cpu", **quiet).test(Evaluated(), batches(3), verbose=False)
     assert "no fit has shown" in plugin.evaluation_report.of("speed").status

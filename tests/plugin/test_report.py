@@ -43,7 +43,7 @@ def test_other_runs_print_none(make_trainer: MakeTrainer, said: Callable[[], lis
 
 
 def test_the_report_stays_after_the_run(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(precision="32-true", gradient_checkpointing="full")
+    plugin = AccelPlugin(precision="32-true", memory={"checkpoint": "full"})
     make_trainer(plugins=[plugin]).fit(Supervised(Transformer()), tokens())
     assert plugin.report.applied("gradient_checkpointing") == [f"net.blocks.{i}" for i in range(3)]
     assert "net.blocks.0" in plugin.report.to_text()
@@ -51,7 +51,7 @@ def test_the_report_stays_after_the_run(make_trainer: MakeTrainer) -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_an_evaluation_has_a_report_of_its_own(make_trainer: MakeTrainer, stage: str) -> None:
-    plugin, module = AccelPlugin(precision="32-true", log=False), Supervised(cnn())
+    plugin, module = AccelPlugin(precision="32-true", report=False), Supervised(cnn())
     trainer = make_trainer(plugins=[plugin])
     getattr(trainer, stage)(module, images())
     assert plugin.report is plugin.evaluation_report
@@ -64,7 +64,7 @@ def test_an_evaluation_has_a_report_of_its_own(make_trainer: MakeTrainer, stage:
 
 
 def test_what_copies_of_a_plugin_have_done_is_in_its_report(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(precision="32-true", gradient_checkpointing="full", log=False)
+    plugin = AccelPlugin(precision="32-true", memory={"checkpoint": "full"}, report=False)
     first, second = copy.deepcopy(plugin), copy.deepcopy({"plugins": [plugin]})["plugins"][0]
     make_trainer(plugins=[first]).fit(Supervised(Transformer()), tokens())
     of_first = plugin.report
@@ -75,7 +75,7 @@ def test_what_copies_of_a_plugin_have_done_is_in_its_report(make_trainer: MakeTr
 
 
 def test_another_process_has_the_report_and_goes_on_with_its_own(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", report=False)
     make_trainer(plugins=[plugin]).fit(Supervised(cnn()), images())
     other = pickle.loads(pickle.dumps(plugin))
     assert other.report.to_dict() == plugin.report.to_dict()

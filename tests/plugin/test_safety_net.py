@@ -22,12 +22,13 @@ from torchmetrics import SumMetric
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.report import AccelWarning
+from lightning_accel.settings import Plan
 from support.plugin.safety_net_ranks import CANNOT_BE_KEPT_AGAIN, RUNS, WEIGHTS_ONLY
 from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.numbers
 
-SETTINGS: dict[str, Any] = {"memory_format": "channels_last", "precision": "32-true", "log": False}
+SETTINGS: dict[str, Any] = {"memory_format": "channels_last", "precision": "32-true", "report": False}
 
 
 class Net(LightningModule):
@@ -99,7 +100,7 @@ def fit(kind: type[Net], plugin: AccelPlugin | None, steps: int = 6) -> tuple[Ne
 
 
 def fit_with_edits(kind: type[Net]) -> tuple[Net, Trainer, AccelPlugin]:
-    plugin = AccelPlugin(**SETTINGS)
+    plugin = AccelPlugin.from_plan(Plan().replace(**SETTINGS))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AccelWarning)
         return *fit(kind, plugin), plugin
@@ -162,7 +163,7 @@ def test_what_one_technique_cannot_do_is_done_without_it_and_the_others_stay(
     monkeypatch.setattr("lightning_accel.techniques.loss.technique.SMALLEST_BYTES", 0)
     model, data = AsksForTheGradientOfLogits(), DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=8)
     twin = copy.deepcopy(model)
-    plugin = AccelPlugin(precision="32-true", optimizer="off")
+    plugin = AccelPlugin(precision="32-true", techniques={"optimizer": "off"})
     make_trainer(plugins=[plugin], max_epochs=2).fit(model, data)
     make_trainer(max_epochs=2).fit(twin, data)
     assert "taken back: grad was called" in plugin.report.of("loss").status
@@ -224,7 +225,9 @@ def test_without_edits_nothing_is_repeated() -> None:
             return super().training_step(batch, batch_idx)
 
     plugin = AccelPlugin(
-        memory_format="off", precision="32-true", flash_attention="off", inplace_activations=False, log=False
+        precision="32-true",
+        techniques={"memory_format": "off", "flash_attention": "off", "inplace_activations": False},
+        report=False,
     )
     with pytest.raises(ValueError, match="not a number"):
         fit(Counted, plugin)
@@ -293,7 +296,7 @@ class Counts(RaisesEdited):
 
 def test_what_a_repeated_step_counted_is_counted_once(run: Callable[..., Trainer]) -> None:
     counted = []
-    for plugin in (None, AccelPlugin(log=False)):
+    for plugin in (None, AccelPlugin(report=False)):
         random.seed(1)
         model = Counts()
         counted.append(model.counted(run(model, plugin)))
@@ -328,7 +331,7 @@ def test_a_repeated_step_draws_the_same_from_the_modules_own_generators(
         def raise_if_edited(self, batch_idx: int) -> None:
             super().raise_if_edited(batch_idx + 5 - raises_at)
 
-    plain, repeated, plugin = Draws(), Draws(), AccelPlugin(log=False)
+    plain, repeated, plugin = Draws(), Draws(), AccelPlugin(report=False)
     run(plain)
     run(repeated, plugin)
     assert any("ran when it was repeated" in note for note in plugin.report.notes)
@@ -385,13 +388,13 @@ def test_a_step_that_has_written_what_is_not_kept_is_not_repeated(
 ) -> None:
     model = kind()
     with pytest.raises(RuntimeError, match="only an edit raises this"):
-        run(model, AccelPlugin(log=False))
+        run(model, AccelPlugin(report=False))
     written = model.plain if kind is WritesAnAttribute else model.table
     assert float(written[0]) == 6
 
 
 def test_a_large_table_that_is_only_read_does_not_stand_in_the_way(run: Callable[..., Trainer]) -> None:
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     run(HoldsATable(), plugin)
     assert any("ran when it was repeated" in note for note in plugin.report.notes)
 
@@ -413,7 +416,7 @@ def test_buffers_that_cannot_be_copied_do_not_stand_in_the_way(
         def raise_if_edited(self, batch_idx: int) -> None:
             super().raise_if_edited(batch_idx + 5 - raises_at)
 
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     run(Holds(), plugin)
     assert any("ran when it was repeated" in note for note in plugin.report.notes)
 
@@ -429,13 +432,13 @@ def test_a_buffer_that_goes_in_mid_run_does_not_stand_in_the_way(run: Callable[.
                 self.start = None
             return self.net(batch[0]).square().mean()
 
-    assert run(LosesItsBuffer(), AccelPlugin(log=False)).global_step == 8
+    assert run(LosesItsBuffer(), AccelPlugin(report=False)).global_step == 8
 
 
 def test_lazy_norms_train(run: Callable[..., Trainer]) -> None:
     model = RaisesEdited()
     model.net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(8, 2))
-    run(model, AccelPlugin(log=False))
+    run(model, AccelPlugin(report=False))
     assert model.net[1].num_batches_tracked == 8
 
 
@@ -451,7 +454,7 @@ class GoesBackwardItself(RaisesEdited):
 
 def test_a_step_that_has_gone_backward_behind_lightnings_back_is_not_repeated(run: Callable[..., Trainer]) -> None:
     with pytest.raises(RuntimeError, match="only an edit"):
-        run(GoesBackwardItself(), AccelPlugin(log=False))
+        run(GoesBackwardItself(), AccelPlugin(report=False))
 
 
 class TakesOneDtype(RaisesEdited):
@@ -477,7 +480,7 @@ def test_a_precision_of_our_choice_is_taken_back(
         "lightning_accel.lightning.plugin.resolve_precision", lambda *_: (precision, "as on another machine")
     )
     models = []
-    for plugin in (None, AccelPlugin(log=False, verify=False)):
+    for plugin in (None, AccelPlugin(trust="unchecked", report=False)):
         torch.manual_seed(0)
         models.append(TakesOneDtype(activation()))
         run(models[-1], plugin)
@@ -505,7 +508,7 @@ def batches_alive(make_trainer: Callable[..., Trainer], plugins: list[AccelPlugi
 
 
 def test_no_batch_is_kept_longer_than_without(make_trainer: Callable[..., Trainer]) -> None:
-    assert batches_alive(make_trainer, [AccelPlugin(log=False)]) == batches_alive(make_trainer, [])
+    assert batches_alive(make_trainer, [AccelPlugin(report=False)]) == batches_alive(make_trainer, [])
 
 
 def test_a_failed_steps_activations_are_gone_when_it_is_repeated(run: Callable[..., Trainer]) -> None:
@@ -522,7 +525,7 @@ def test_a_failed_steps_activations_are_gone_when_it_is_repeated(run: Callable[.
             self.raise_if_edited(batch_idx)
             return self.net[2](self.net[1](hidden)).square().mean()
 
-    run(Remembers(), AccelPlugin(log=False))
+    run(Remembers(), AccelPlugin(report=False))
     assert alive[0] is False
 
 

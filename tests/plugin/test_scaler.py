@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_accel.settings import Plan
 from support.lightning_models import Call, Supervised, cnn, images, mlp, sgd, vectors
 
 pytestmark = pytest.mark.numbers
@@ -21,7 +22,7 @@ MakeTrainer = Callable[..., Any]
 
 
 def fp16(**settings: Any) -> AccelPlugin:
-    return AccelPlugin(precision="16-mixed", memory_format="off", log=False, **settings)
+    return AccelPlugin.from_plan(Plan().replace(precision="16-mixed", memory_format="off", report=False, **settings))
 
 
 def weights(module: nn.Module) -> Tensor:
@@ -301,7 +302,7 @@ def test_a_second_fit_after_an_exception_starts_with_no_leftovers(make_trainer: 
 
 def test_a_cnn_in_channels_last_trains_in_half_precision(make_trainer: MakeTrainer) -> None:
     model = Supervised(cnn())
-    plugin = AccelPlugin(precision="16-mixed", memory_format="channels_last")
+    plugin = AccelPlugin(precision="16-mixed", techniques={"memory_format": "channels_last"})
     make_trainer(plugins=[plugin], max_epochs=2).fit(model, images())
     assert plugin.report.applied("memory_format")
     assert all(map(math.isfinite, model.losses))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
 from lightning_accel.experiment.trial import Trial
+from lightning_accel.settings import Plan
 
 pytestmark = pytest.mark.numbers
 
@@ -47,7 +48,7 @@ class Attending(LightningModule):
 
 def fit(make_trainer: Callable[..., Any], **plan: Any) -> AccelPlugin:
     settings = {"flash_attention": {"backend": "auto", "force": ["Attention"]}, "inplace_activations": "off"}
-    plugin = AccelPlugin(precision="32-true", log=False, **{**settings, **plan})
+    plugin = AccelPlugin.from_plan(Plan().replace(precision="32-true", report=False, **{**settings, **plan}))
     make_trainer(plugins=[plugin]).fit(Attending())
     return plugin
 
@@ -89,5 +90,5 @@ def test_a_run_that_decides_nothing_by_whole_steps_tries_its_parts(
 ) -> None:
     fit(make_trainer)
     trials.clear()
-    fit(make_trainer, tune="off")
+    fit(make_trainer, trust="checked")
     assert len(trials) > 0

@@ -150,7 +150,7 @@ def test_gradients_that_nobody_reads_go_before_those_of_the_parts_come(make_trai
 
 
 def test_it_is_said_at_once_and_in_the_report(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(out_of_memory="split", precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", memory={"on_oom": "split"}, report=False)
     with pytest.warns(AccelWarning, match="gives the same gradients where the loss is a mean over samples"):
         make_trainer(plugins=[plugin]).fit(Tight(FITS), DataLoader(Batches(), batch_size=None))
     (note,) = plugin.report.notes
@@ -168,7 +168,7 @@ def test_a_resumed_run_begins_split_if_that_is_still_wished(
     options = {"ckpt_path": tmp_path / "split.ckpt", "max_epochs": 2, "settings": {"out_of_memory": setting}}
     resumed, _, plugin = fit(make_trainer, Tight(), **options)
     assert resumed.calls[1:3] == ([(1, 3), (1, 2)] if setting == "split" else [(1, 5), (2, 4)])
-    is_told = any("without out_of_memory='split'" in note for note in plugin.report.notes)
+    is_told = any("without memory.on_oom='split'" in note for note in plugin.report.notes)
     assert is_told == (setting == "answer")
 
 
@@ -201,7 +201,7 @@ def test_steps_in_parts_have_no_net_of_their_own(make_trainer: MakeTrainer, monk
 def test_one_sample_that_does_not_fit_ends_with_the_page(make_trainer: MakeTrainer) -> None:
     page = ended(make_trainer, Tight(0))
     assert "and change no number, and the batch cannot be split: a single sample at a time is the least." in page
-    assert "out_of_memory='split': batches in parts of at most 1 samples" in page
+    assert "memory.on_oom='split': batches in parts of at most 1 samples" in page
 
 
 class Shrinks(Tight):
@@ -215,8 +215,8 @@ class Shrinks(Tight):
 def test_the_page_names_what_was_put_on_before(make_trainer: MakeTrainer) -> None:
     page = ended(make_trainer, Shrinks(FITS), Batches(sizes=[5] * 5))
     assert "Training step 4 of epoch 0 ran out of memory in one of its parts: nothing is left" in page
-    assert "  gradient_checkpointing='selective': in force (1 sites)\n" in page
-    assert "  out_of_memory='split': batches in parts of at most 1 samples\n" in page
+    assert "  memory.checkpoint='selective': in force (1 sites)\n" in page
+    assert "  memory.on_oom='split': batches in parts of at most 1 samples\n" in page
 
 
 def test_a_batch_that_cannot_be_split_ends_with_the_page(make_trainer: MakeTrainer) -> None:
@@ -229,7 +229,7 @@ def test_a_batch_of_another_kind_goes_through_whole_and_the_report_says_why(make
     batches = Batches(lambda size: vectors(size) if size > FITS else (vectors(size), torch.ones(7)), [5, 3])
     model, _, plugin = fit(make_trainer, Reads(FITS), batches)
     assert len(model.losses) == 2
-    why = "out_of_memory='split': a batch went through its step whole: the first dimensions of its tensors differ: 3, 7"
+    why = "memory.on_oom='split': a batch went through its step whole: the first dimensions of its tensors differ: 3, 7"
     assert why in plugin.report.notes
 
 
@@ -282,7 +282,7 @@ def test_gradients_that_were_added_to_earlier_ones_are_not_taken_back(make_train
 
 
 def test_without_the_wish_a_batch_is_never_split_and_the_page_names_it(make_trainer: MakeTrainer) -> None:
-    page = ended(make_trainer, Tight(FITS), settings={"out_of_memory": "answer"})
+    page = ended(make_trainer, Tight(FITS), settings={"memory": {"on_oom": "answer"}})
     assert "nothing is left that would need less memory and change no number." in page
     assert "  AccelPlugin(out_of_memory='split')  # about " in page
     assert "    YAML: out_of_memory: split" in page

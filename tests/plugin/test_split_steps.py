@@ -202,7 +202,7 @@ def test_steps_schedulers_validations_and_checkpoints_are_those_of_whole_batches
 ) -> None:
     def run(most: float) -> tuple[Schedules, Trainer, ModelCheckpoint]:
         saves = ModelCheckpoint(tmp_path / str(most), monitor="val")
-        plugin = AccelPlugin(out_of_memory="split", precision="32-true", log=False)
+        plugin = AccelPlugin(precision="32-true", memory={"on_oom": "split"}, report=False)
         trainer = make_trainer(plugins=[plugin], callbacks=[saves], max_epochs=2, enable_checkpointing=True)
         model = Schedules(most)
         with warnings.catch_warnings():

@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger, _instruments
 from lightning_accel.callbacks._summary_logger import Teller
+from lightning_accel.settings import Plan
 from support.technique_table import off
 
 FIRST, LAST = 10, 20  # of the steps that are counted: past the trials, and past the logger's count of FLOPs
-OFF: dict[str, Any] = {**off(), "out_of_memory": "off"}
+OFF: dict[str, Any] = {**off(), "memory": {"on_oom": "off"}}
 
 
 class Counted(LightningModule):
@@ -82,14 +83,14 @@ def added_calls(
 
 
 def test_with_everything_off_a_step_is_lightnings_own(make_trainer: Callable[..., Any]) -> None:
-    assert added_calls(make_trainer, linear, plugins=[AccelPlugin(log=False, **OFF)]) < 25
+    assert added_calls(make_trainer, linear, plugins=[AccelPlugin.from_plan(Plan().replace(report=False, **OFF))]) < 25
 
 
 def test_a_step_that_is_not_about_to_run_out_of_memory_is_looked_at_and_has_no_net(
     make_trainer: Callable[..., Any],
 ) -> None:
-    options = {"precision": "32-true", "log": False, **OFF, "out_of_memory": "answer"}
-    assert added_calls(make_trainer, linear, plugins=[AccelPlugin(**options)]) < 50
+    options = {"precision": "32-true", "report": False, **OFF, "memory": {"on_oom": "answer"}}
+    assert added_calls(make_trainer, linear, plugins=[AccelPlugin.from_plan(Plan().replace(**options))]) < 50
 
 
 @pytest.mark.parametrize("net", [linear, with_sites])
@@ -106,8 +107,13 @@ def test_the_logger_costs_little_more_than_its_two_hooks(make_trainer: Callable[
 def test_the_plugins_own_logger_costs_a_step_a_few_calls(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """With a folder for a record, too, which so short a run cannot pay for."""
     plain, ours = (CSVLogger(tmp_path, version=version) for version in (0, 1))
-    without = {"logger": plain, "plugins": [AccelPlugin(log=False, **OFF)]}
-    assert added_calls(make_trainer, linear, alone=without, logger=ours, plugins=[AccelPlugin(**OFF)]) < 60
+    without = {"logger": plain, "plugins": [AccelPlugin.from_plan(Plan().replace(report=False, **OFF))]}
+    assert (
+        added_calls(
+            make_trainer, linear, alone=without, logger=ours, plugins=[AccelPlugin.from_plan(Plan().replace(**OFF))]
+        )
+        < 60
+    )
 
 
 def test_the_record_costs_a_few_dozen_more(
@@ -135,7 +141,7 @@ def test_without_techniques_there_is_nothing_around_a_step(make_trainer: Callabl
             entered.append(type(context).__name__)
             return context
 
-    make_trainer(max_steps=3, plugins=[Watched(log=False, **OFF)]).fit(
+    make_trainer(max_steps=3, plugins=[Watched(report=False, **OFF)]).fit(
         Counted(linear()), DataLoader(TensorDataset(torch.ones(12, 8)), batch_size=4)
     )
     assert entered == ["nullcontext"] * 3

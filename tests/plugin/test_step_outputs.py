@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.edges import Net, compute_in_bfloat16, run
 
 pytestmark = pytest.mark.numbers
@@ -40,7 +41,7 @@ class Remembers(Net):
 
 
 def test_a_tensor_that_is_carried_into_the_next_step_is_in_float32() -> None:
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     model = run(Remembers, plugin)
     assert set(model.dtypes) == {torch.float32}
     assert plugin.report.of("precision").status == "32-true: self.last would outlive a step in bfloat16"
@@ -55,7 +56,7 @@ def test_what_a_list_outside_of_the_module_keeps_is_found() -> None:
             kept.append(features.mean((2, 3)).detach())
             return features
 
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     run(Keeps, plugin)
     assert {tensor.dtype for tensor in kept} == {torch.float32}
     assert plugin.report.of("precision").status.startswith("32-true: kept of Keeps.features[")
@@ -94,7 +95,7 @@ class Reads(Callback):
 
 
 def test_what_steps_return_can_be_read_as_in_a_plain_run() -> None:
-    plugin, reads = AccelPlugin(log=False), Reads()
+    plugin, reads = AccelPlugin(report=False), Reads()
     run(Returns, plugin, callbacks=[reads])
     assert reads.read > 16
     assert plugin.report.of("precision").is_on
@@ -118,7 +119,7 @@ class MovesItsWeight(Net):
 
 
 def test_a_parameter_that_the_step_brings_to_another_dtype_trains_as_it_was() -> None:
-    plugin = AccelPlugin(log=False, memory_format="off")
+    plugin = AccelPlugin(techniques={"memory_format": "off"}, report=False)
     plain, model = run(MovesItsWeight, None), run(MovesItsWeight, plugin)
     assert model.proxies.dtype == torch.float32
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
@@ -136,7 +137,7 @@ class Scatters(Net):
 
 
 def test_of_an_error_that_names_a_dtype_only_the_precision_is_taken_back() -> None:
-    plugin = AccelPlugin(log=False, inplace_activations=True)
+    plugin = AccelPlugin(techniques={"inplace_activations": True}, report=False)
     run(Scatters, plugin)
     assert plugin.report.of("precision").status.startswith("32-true: a step raised RuntimeError")
     assert any("ran without precision" in note for note in plugin.report.notes)
@@ -159,7 +160,7 @@ class StepsByHand(MovesItsWeight):
 
 
 def test_an_optimizer_that_raises_in_the_first_step_is_repeated_with_manual_optimization_too() -> None:
-    plugin = AccelPlugin(log=False, memory_format="off")
+    plugin = AccelPlugin(techniques={"memory_format": "off"}, report=False)
     plain, model = run(StepsByHand, None), run(StepsByHand, plugin)
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
     assert model.trainer.global_step == plain.trainer.global_step
@@ -181,7 +182,7 @@ class Validates(Net):
 
 
 def test_what_validation_keeps_is_in_float32_and_training_goes_on_in_bfloat16() -> None:
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     run(Validates, plugin)
     assert plugin.report.of("precision").status.startswith("bf16-mixed")
 
@@ -222,10 +223,10 @@ class DropsLateBesideOthers(DropsLate):
 
 @pytest.mark.parametrize("kind", [DrawsForImages, DrawsForTheBatch, DropsPixels, DropsLate, DropsLateBesideOthers])
 def test_random_streams_are_those_of_a_plain_run(kind: type[Net]) -> None:
-    settings: dict[str, Any] = {"precision": "32-true", "log": False, "tune": "off"}
+    settings: dict[str, Any] = {"precision": "32-true", "report": False, "trust": "checked"}
     plain = run(kind, None)
     state = torch.get_rng_state()
-    plugin = AccelPlugin(**settings)
+    plugin = AccelPlugin.from_plan(Plan().replace(**settings))
     model = run(kind, plugin)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model.losses, plain.losses, rtol=1e-4, atol=1e-5)
@@ -262,7 +263,7 @@ class WithMomentum(Net):
 def test_hooks_see_weights_gradients_and_states_in_the_users_own_layout() -> None:
     looks = [Looks(), Looks()]
     plain = run(WithMomentum, None, callbacks=[looks[0]])
-    plugin = AccelPlugin(precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", report=False)
     model = run(WithMomentum, plugin, callbacks=[looks[1]])
     assert plugin.report.of("memory_format").is_on
     torch.testing.assert_close(looks[1].seen, looks[0].seen, rtol=1e-4, atol=1e-5)
@@ -277,5 +278,5 @@ def test_weights_are_in_channels_last_in_every_step_though_hooks_look_at_them() 
             return super().features(x)
 
     notes: list[int] = []
-    run(Notes, AccelPlugin(precision="32-true", log=False, tune="off"), callbacks=[Looks()])
+    run(Notes, AccelPlugin(precision="32-true", trust="checked", report=False), callbacks=[Looks()])
     assert set(notes[4:]) == {1}

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.edges import Net, compute_in_bfloat16, run
 
 pytestmark = pytest.mark.numbers
-FLOAT32: dict[str, Any] = {"precision": "32-true", "log": False}
+FLOAT32: dict[str, Any] = {"precision": "32-true", "report": False}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ class LateBank(Net):
 
 
 def test_what_a_later_step_begins_to_keep_is_in_float32() -> None:
-    model = run(LateBank, AccelPlugin(log=False))
+    model = run(LateBank, AccelPlugin(report=False))
     assert {kept.dtype for kept in model.bank} == {torch.float32}
 
 
@@ -63,7 +64,7 @@ class OwnQueue(Net):
 
 
 def test_a_bank_in_bfloat16_that_is_the_users_own_stays_so() -> None:
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     model = run(OwnQueue, plugin)
     assert model.queue.dtype == torch.bfloat16
     assert plugin.report.of("precision").status == "32-true: self.queue is in bfloat16 of its own"
@@ -86,7 +87,7 @@ class HoldsGraph(Net):
 
 
 def test_what_a_backward_pass_reads_is_left_until_that_is_over() -> None:
-    model = run(HoldsGraph, AccelPlugin(log=False), accumulate_grad_batches=2)
+    model = run(HoldsGraph, AccelPlugin(report=False), accumulate_grad_batches=2)
     assert {kept.dtype for kept in model.kept} == {torch.float32}
 
 
@@ -117,7 +118,7 @@ class KeepsEverySample(Net):
 
 @pytest.mark.parametrize("kind", [KeepsOneBatch, KeepsEverySample])
 def test_hooks_can_read_what_validation_keeps_of_any_batch(kind: type[Net]) -> None:
-    run(kind, AccelPlugin(log=False, memory_format="off"))
+    run(kind, AccelPlugin(techniques={"memory_format": "off"}, report=False))
 
 
 class OwnLayout(Net):
@@ -138,7 +139,7 @@ class OwnLayout(Net):
 
 
 def test_a_layout_that_is_the_users_own_stays_as_turns_are_switched() -> None:
-    model = run(OwnLayout, AccelPlugin(log=False), steps=60)
+    model = run(OwnLayout, AccelPlugin(report=False), steps=60)
     assert len(model.strides) == 1
 
 
@@ -174,7 +175,7 @@ class Adversary(Net):
 
 
 def test_a_repeated_step_finds_toggled_parameters_and_schedules_as_they_were() -> None:
-    plugin = AccelPlugin(log=False, memory_format="off")
+    plugin = AccelPlugin(techniques={"memory_format": "off"}, report=False)
     plain, model = run(Adversary, None), run(Adversary, plugin)
     assert any("ran without precision" in note for note in plugin.report.notes)
     schedules = [one.trainer.lr_scheduler_configs[0].scheduler.last_epoch for one in (plain, model)]
@@ -191,7 +192,7 @@ class NoisyGradients(Net):
 def test_noise_that_a_hook_adds_to_gradients_is_that_of_a_plain_run() -> None:
     plain = run(NoisyGradients, None)
     state = torch.get_rng_state()
-    plugin = AccelPlugin(**FLOAT32)
+    plugin = AccelPlugin.from_plan(Plan().replace(**FLOAT32))
     model = run(NoisyGradients, plugin)
     assert torch.equal(torch.get_rng_state(), state)
     assert "a hook on the backward pass draws random numbers" in plugin.report.of("memory_format").status
@@ -211,7 +212,7 @@ class SharesMemory(Net):
 
 
 def test_weights_in_one_memory_stay_there() -> None:
-    plugin = AccelPlugin(**FLOAT32)
+    plugin = AccelPlugin.from_plan(Plan().replace(**FLOAT32))
     model = run(SharesMemory, plugin)
     assert model.teacher.weight.data_ptr() == model.conv.weight.data_ptr()
     assert plugin.report.of("memory_format").refusals
@@ -241,7 +242,7 @@ class HoldsMode(Callback):
 
 
 def test_a_function_mode_that_a_hook_leaves_open_sees_the_step() -> None:
-    holds, plugin = HoldsMode(), AccelPlugin(**FLOAT32)
+    holds, plugin = HoldsMode(), AccelPlugin.from_plan(Plan().replace(**FLOAT32))
     run(Net, plugin, callbacks=[holds])
     assert plugin.report.of("memory_format").is_on
     assert min(holds.counts) > 10
@@ -258,7 +259,7 @@ class CopiesItself(Net):
 
 
 def test_a_copy_that_was_made_in_mid_run_returns_what_lies_as_in_a_plain_run() -> None:
-    model = run(CopiesItself, AccelPlugin(**FLOAT32))
+    model = run(CopiesItself, AccelPlugin.from_plan(Plan().replace(**FLOAT32)))
     assert model.copied(torch.randn(2, 3, 8, 8)).is_contiguous()
 
 
@@ -274,7 +275,7 @@ class ReadsCompiled(Callback):
 
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="Dynamo of torch 2.11 sees two layouts of one weight")
 def test_compiled_code_in_a_hook_is_traced_as_in_a_plain_run() -> None:
-    plugin = AccelPlugin(**FLOAT32)
+    plugin = AccelPlugin.from_plan(Plan().replace(**FLOAT32))
     run(Net, plugin, callbacks=[ReadsCompiled()])
     assert plugin.report.of("memory_format").is_on
 
@@ -289,6 +290,6 @@ class CompiledLoss(Net):
 
 
 def test_a_compiled_loss_costs_no_edits() -> None:
-    plugin = AccelPlugin(**FLOAT32)
+    plugin = AccelPlugin.from_plan(Plan().replace(**FLOAT32))
     run(CompiledLoss, plugin)
     assert plugin.report.of("memory_format").is_on

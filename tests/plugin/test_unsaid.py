@@ -33,7 +33,7 @@ class Summarises(ModelSummary):
 
 
 def said(make_trainer: MakeTrainer, precision: str) -> list[str]:
-    plugin = AccelPlugin(precision=precision, tune="off", log=False)
+    plugin = AccelPlugin(precision=precision, trust="checked", report=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = list(warnings.filters)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_accel import AccelPlugin
 from lightning_accel.ops.arrays import tensor_as_numpy
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised
 
 MakeTrainer = Callable[..., Any]
@@ -42,7 +43,7 @@ class Keeping(Supervised):
 def test_it_can_be_resized(make_trainer: MakeTrainer, plan: dict[str, Any]) -> None:
     module = Keeping()
     data = TensorDataset(torch.randn(16, 8), torch.randint(2, (16,)))
-    plugin = AccelPlugin(precision="32-true", log=False, **plan)
+    plugin = AccelPlugin.from_plan(Plan().replace(precision="32-true", report=False, **plan))
     make_trainer(plugins=[plugin], max_epochs=2).fit(module, DataLoader(data, 4))
     assert not module.fixed_in_step
     assert [one.shape for one in [*module.held(), *data.tensors] if not one.untyped_storage().resizable()] == []

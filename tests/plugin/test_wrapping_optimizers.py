@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, cnn, images, sgd
 from support.wrapping_optimizers import WRAPPING, Wrapping
 
@@ -32,7 +33,7 @@ def test_a_run_trains_is_saved_and_goes_on_as_a_plain_one(
         return module, trainer
 
     plain, _ = fit()
-    accelerated, trainer = fit(AccelPlugin(precision="32-true", log=False, **plan))
+    accelerated, trainer = fit(AccelPlugin.from_plan(Plan().replace(precision="32-true", report=False, **plan)))
     torch.testing.assert_close(accelerated.losses, plain.losses, rtol=1e-4, atol=1e-5)
     trainer.save_checkpoint(tmp_path / "at_work.ckpt")
     (went_on, _), (plain, _) = fit(epochs=3, resumed=tmp_path / "at_work.ckpt"), fit(epochs=3)
@@ -40,7 +41,7 @@ def test_a_run_trains_is_saved_and_goes_on_as_a_plain_one(
 
 
 def test_a_layout_is_refused_to_a_model_whose_optimizer_is_not_known(make_trainer: MakeTrainer) -> None:
-    plugin = AccelPlugin(precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", report=False)
     module = Supervised(cnn(), lambda parameters: Wrapping(sgd(parameters)))
     make_trainer(plugins=[plugin]).fit(module, images())
     refused = plugin.report.refused("memory_format")

@@ -41,7 +41,7 @@ def fit(make_trainer: Callable[..., Trainer], tmp_path: Path) -> Callable[..., T
 
     def run(auto_requeue: bool = True, **hooks: Callable[..., Any]) -> Trainer:
         module, data, _ = make("transformer", "plain")
-        plugins = [AccelPlugin(precision="32-true", log=False), SLURMEnvironment(auto_requeue=auto_requeue)]
+        plugins = [AccelPlugin(precision="32-true", report=False), SLURMEnvironment(auto_requeue=auto_requeue)]
         trainer = make_trainer(
             strategy="accel",
             plugins=plugins,

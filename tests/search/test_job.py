@@ -76,13 +76,13 @@ def test_a_run_without_an_end_has_the_one_that_lightning_gives_it(options: dict[
 def test_settings_of_the_trainer_and_its_plugin_are_read() -> None:
     job = TuneJob.of(Sleeper(), loader(), trainer(accumulate_grad_batches=3, gradient_clip_val=0.5, max_epochs=7))
     assert (job.accumulate, job.options["gradient_clip_val"], job.max_epochs) == (3, 0.5, 7)
-    assert job.plan == Plan(compile="off", threads=1)
+    assert job.plan == Plan(compile="off", techniques={"threads": 1})
 
 
 def test_nothing_is_decided_by_the_clock_within_a_run_on_trial() -> None:
     job = TuneJob.of(Sleeper(), loader(), trainer())
     job.set_up(TrialSetup(plan={"compile": "on"}))
-    assert job.plan == Plan(compile="on", threads=1, tune="off", log=False)
+    assert job.plan == Plan(compile="on", techniques={"threads": 1}, trust="checked", report=False)
 
 
 def test_what_is_read_in_another_process_is_a_copy(tmp_path: Path) -> None:
@@ -111,4 +111,4 @@ def test_the_plugin_stays_the_users() -> None:
     given = trainer()
     TuneJob.of(Sleeper(), loader(), given).set_up(TrialSetup(plan={"compile": "on"}))
     assert isinstance(given.precision_plugin, AccelPlugin)
-    assert given.precision_plugin.plan == Plan(compile="off", threads=1)
+    assert given.precision_plugin.plan == Plan(compile="off", techniques={"threads": 1})

@@ -78,7 +78,7 @@ def losses_of(model: Digits) -> Tensor:
 
 def test_a_run_comes_to_its_end_with_a_plain_runs_numbers() -> None:
     plain, _ = trained()
-    plugin = AccelPlugin(precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", report=False)
     model, trainer = trained(plugin=plugin)
     assert trainer.global_step == STEPS
     torch.testing.assert_close(losses_of(model), losses_of(plain), rtol=1e-4, atol=1e-5)
@@ -98,7 +98,7 @@ def test_no_step_waits_for_the_device_more_often_than_plain() -> None:
         trained(plugin=plugin, max_steps=num_steps, limit_val_batches=0)
         return len(SYNCHRONISATIONS) - before
 
-    plugin = lambda: AccelPlugin(precision="bf16-mixed", log=False)  # noqa: E731
+    plugin = lambda: AccelPlugin(precision="bf16-mixed", report=False)  # noqa: E731
     trained(plugin=plugin())  # what is decided once is remembered
     more_plain = waits(None, STEPS) - waits(None, STEPS // 2)
     more = waits(plugin(), STEPS) - waits(plugin(), STEPS // 2)
@@ -107,7 +107,7 @@ def test_no_step_waits_for_the_device_more_often_than_plain() -> None:
 
 @pytest.mark.parametrize("clipping", ["norm", "value"])
 def test_half_precision_with_clipping_and_accumulation_skips_no_step(clipping: str) -> None:
-    plugin = AccelPlugin(precision="16-mixed", log=False)
+    plugin = AccelPlugin(precision="16-mixed", report=False)
     model, trainer = trained(
         plugin=plugin, gradient_clip_val=0.5, gradient_clip_algorithm=clipping, accumulate_grad_batches=2, max_epochs=2
     )
@@ -126,7 +126,7 @@ def test_a_card_that_is_too_small_ends_with_the_page_of_what_held_its_memory(
             card_of_mib(0)  # the batch is there, and nothing else fits
 
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as raised:
-        trained(plugin=AccelPlugin(precision="32-true", log=False), callbacks=[Fill()])
+        trained(plugin=AccelPlugin(precision="32-true", report=False), callbacks=[Fill()])
     page = str(raised.value)
     assert "Training step 0 of epoch 0 ran out of memory" in page
     assert "on cuda:0:" in page
@@ -137,11 +137,11 @@ def test_a_card_that_is_too_small_ends_with_the_page_of_what_held_its_memory(
 def test_a_checkpoint_of_the_gpu_is_resumed_on_a_cpu(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_last=True)
     model, trainer = trained(
-        plugin=AccelPlugin(precision="bf16-mixed", log=False), enable_checkpointing=True, callbacks=[saver]
+        plugin=AccelPlugin(precision="bf16-mixed", report=False), enable_checkpointing=True, callbacks=[saver]
     )
     resumed, again = trained(
         "cpu",
-        AccelPlugin(precision="bf16-mixed", log=False),
+        AccelPlugin(precision="bf16-mixed", report=False),
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(tmp_path / "again", save_last=True)],
         max_epochs=2,
@@ -154,6 +154,6 @@ def test_a_checkpoint_of_the_gpu_is_resumed_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_cpu_run_beside_the_device_never_touches_it() -> None:
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    _, trainer = trained("cpu", AccelPlugin(log=False))
+    _, trainer = trained("cpu", AccelPlugin(report=False))
     assert trainer.global_step == STEPS
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -25,6 +25,7 @@ from lightning_accel.core import clocks
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.experiment.trial_runs import TrialSide
+from lightning_accel.settings import Plan
 from strangers.recorder import Recorder, outliving, signature, streams
 from strangers.table import Training
 
@@ -41,7 +42,7 @@ UNTUNED, DETERMINISTIC = "tune off", "deterministic"
 _PLUGINS: dict[str, dict[str, Any]] = {
     TRUE: {"precision": TRUE},
     DEFAULTS: {},
-    UNTUNED: {"precision": TRUE, "tune": "off"},
+    UNTUNED: {"precision": TRUE, "trust": "checked"},
     DETERMINISTIC: {"precision": TRUE},
 }
 
@@ -142,7 +143,7 @@ def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None)
     given = options.pop("callbacks", [])
     moved = [Move(to_bf16=variant == ROUNDED)] if variant in (NUDGED, ROUNDED) else []
     callbacks = [*given, *moved, seen]
-    plugin = AccelPlugin(**_PLUGINS[variant]) if variant in _PLUGINS else None
+    plugin = AccelPlugin.from_plan(Plan().replace(**_PLUGINS[variant])) if variant in _PLUGINS else None
     if plugin is not None:
         options["plugins"] = [plugin]
     if variant == MIXED:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelPlugin, AccelStrategy
 from lightning_accel.data import DevicePipeline, Normalize
 from lightning_accel.resilience.atomic_checkpoint import AtomicCheckpointIO
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, cnn, images
 
 pytestmark = pytest.mark.numbers
@@ -117,7 +118,12 @@ def test_loaders_come_through_the_device_pipeline(settings: dict[str, Any]) -> N
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             kinds.append(type(self.trainer.fit_loop._combined_loader.flattened[0]))  # type: ignore[union-attr]
 
-    trainer = Trainer(**QUIET, strategy="accel", max_steps=1, plugins=[AccelPlugin(log=False, **settings)])
+    trainer = Trainer(
+        **QUIET,
+        strategy="accel",
+        max_steps=1,
+        plugins=[AccelPlugin.from_plan(Plan().replace(report=False, **settings))],
+    )
     loader = images()
     trainer.fit(Watching(cnn()), loader)
     assert issubclass(kinds[0], DevicePipeline)
@@ -129,7 +135,7 @@ def test_numbers_are_those_of_lightning_s_own_strategy() -> None:
     for strategy in ("auto", "accel"):
         torch.manual_seed(0)
         module = Supervised(cnn())
-        plugin = AccelPlugin(precision="32-true", memory_format="off", log=False)
+        plugin = AccelPlugin(precision="32-true", techniques={"memory_format": "off"}, report=False)
         Trainer(**QUIET, strategy=strategy, plugins=[plugin], max_epochs=2).fit(module, images())
         losses.append(module.losses)
     assert losses[0] == losses[1]
@@ -181,14 +187,14 @@ def test_a_batch_sampler_that_gives_some_processes_nothing_on_purpose_is_let_be(
 def test_a_checkpoint_goes_to_a_plain_trainer_and_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Supervised(cnn())
-    plugins = {"plugins": [AccelPlugin(precision="32-true", log=False)]}
+    plugins = {"plugins": [AccelPlugin(precision="32-true", report=False)]}
     trainer = Trainer(**QUIET, strategy="accel", max_epochs=1, **plugins)
     trainer.fit(module, images())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     plain = Trainer(**QUIET, max_epochs=2)
     plain.fit(module, images(), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
     plain.save_checkpoint(tmp_path / "two.ckpt")
-    plugins = {"plugins": [AccelPlugin(precision="32-true", log=False)]}
+    plugins = {"plugins": [AccelPlugin(precision="32-true", report=False)]}
     Trainer(**QUIET, strategy="accel", max_epochs=3, **plugins).fit(
         module, images(), ckpt_path=tmp_path / "two.ckpt", weights_only=False
     )

@@ -88,7 +88,7 @@ def returned(settings: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     with mode, torch.device("cuda"):
         model = BytesGPT(dim=64, depth=2, num_heads=4, seq_len=32)
         model.blocks[0].mlp[1] = nn.ReLU()  # torch has no GELU in place
-    handle = accelerate(model, Plan(**{**OFF, "precision": "32-true", "verify": False, **settings}))
+    handle = accelerate(model, Plan().replace(**{**OFF, "precision": "32-true", "trust": "unchecked", **settings}))
     with mode, autocast(dtype), handle.step():
         out = model(torch.randint(256, (2, 32), device="cuda"))
     sites = sum(len(handle.report.applied(name)) for name in settings)

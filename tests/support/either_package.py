@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# Before Lightning, as sorted imports have it.
 from lightning_accel import AccelCLI, AccelPlugin, AccelStrategy
 from lightning_accel.callbacks import ExportBest, GpuStats, SpeedMemoryLogger, TraceCallback
 
+# Before Lightning, as sorted imports have it.
+from lightning_accel.settings import Plan
+
 BLOCK = {
     "gradient_checkpointing": {"mode": "full", "blocks": ["net.0"]},
-    **{"precision": "32-true", "optimizer": "off", "tune": "off"},  # what changes no number
+    **{"precision": "32-true", "optimizer": "off", "trust": "checked"},  # what changes no number
 }
 
 
@@ -91,10 +93,10 @@ class Runs:
         copied = pickle.loads(pickle.dumps(plugin))
         trainer, by_name = self.fit(strategy="accel", plugins=[copied])
         is_its_strategy = isinstance(trainer.strategy, self.package.strategies.SingleDeviceStrategy)
-        _, by_strategy = self.fit(strategy=AccelStrategy(), plugins=[AccelPlugin(**BLOCK)])
+        _, by_strategy = self.fit(strategy=AccelStrategy(), plugins=[AccelPlugin.from_plan(Plan().replace(**BLOCK))])
         logger = SpeedMemoryLogger()
         callbacks = [logger, TraceCallback(), GpuStats()]
-        _, watched = self.fit(plugins=[AccelPlugin(**BLOCK)], callbacks=callbacks)
+        _, watched = self.fit(plugins=[AccelPlugin.from_plan(Plan().replace(**BLOCK))], callbacks=callbacks)
         autocasting = AccelPlugin(precision="bf16-mixed")
         self.fit(plugins=[autocasting])
         self.fit(plugins=[AccelPlugin()])
@@ -133,7 +135,11 @@ def main(folder: Path, *names: str) -> None:
     for one in runs:
         for other in runs:
             for file in ("plain.ckpt", "fast.ckpt"):
-                trainer, _ = one.fit(ckpt_path=other.folder / file, max_epochs=3, plugins=[AccelPlugin(**BLOCK)])
+                trainer, _ = one.fit(
+                    ckpt_path=other.folder / file,
+                    max_epochs=3,
+                    plugins=[AccelPlugin.from_plan(Plan().replace(**BLOCK))],
+                )
                 found[one.package.__name__].setdefault("resumed", []).append(trainer.global_step)
     loaded = [name for name in sys.modules if name.partition(".")[0] in ("lightning", "pytorch_lightning")]
     found["imported"] = sorted({name.partition(".")[0] for name in loaded})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks
+from lightning_accel.settings import Plan
 from lightning_accel.techniques import BuildContext, Technique, Traits, register
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.registry import forget
@@ -45,17 +45,6 @@ class SimulatedTime:
         self.now_ms += ms * self._rng.lognormvariate(0, self.noise)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpeedPlan:
-    """A technique that does nothing but to make steps faster.
-
-    Attributes:
-        mode: ``"auto"`` or ``"off"``.
-    """
-
-    mode: Literal["auto", "off"] = "auto"
-
-
 class Speed(Technique):
     """Makes a step ``speedup`` times as fast while its arm is on, and notes every switch and every step."""
 
@@ -70,7 +59,7 @@ class Speed(Technique):
         type(self).latest = self
 
     @classmethod
-    def from_settings(cls, settings: SpeedPlan, context: BuildContext) -> Speed:
+    def from_settings(cls, settings: Any, context: BuildContext) -> Speed:
         return cls()
 
     def on(self, event: Event) -> None:
@@ -82,7 +71,7 @@ class Speed(Technique):
 @contextmanager
 def simulated(speedup: float) -> Iterator[SimulatedTime]:
     """A technique ``speed`` of that speedup, and a clock that steps advance."""
-    register("speed", settings=SpeedPlan, default="auto")(Speed)
+    register("speed", options=Literal["auto", "off"], default="auto")(Speed)
     Speed.speedup = speedup
     time = SimulatedTime()
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +124,7 @@ def fit(model: LightningModule, steps: int = 200, *, loader: Any = None, **setti
     """Fits ``model`` with the plugin, and returns that."""
     trainer, ckpt_path, val = settings.pop("trainer", None), settings.pop("ckpt_path", None), settings.pop("val", None)
     accel = settings.pop("accel", {})
-    plugin = AccelPlugin(**{"log": False, **OTHERS_OFF, **accel})
+    plugin = AccelPlugin.from_plan(Plan().replace(**{"report": False, **OTHERS_OFF, **accel}))
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     limits = {"max_epochs": 1} if "max_steps" not in settings else {}
     options = {"enable_checkpointing": False, **quiet, **limits, **settings}

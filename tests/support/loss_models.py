@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel import Handle, Plan, accelerate
+from lightning_accel import AcceleratedModel, Plan, accelerate
 from lightning_accel.core.torch_private.modes import DispatchMode
 from lightning_accel.techniques.loss import Loss, technique
 
@@ -67,13 +67,13 @@ class Run:
     applied: list[Any] = field(default_factory=list)
 
 
-def start(model: nn.Module, **settings: Any) -> Handle:
+def start(model: nn.Module, **settings: Any) -> AcceleratedModel:
     """A handle with nothing but the technique."""
     off = {"precision": "32-true", "flash_attention": "off", "inplace_activations": "off", "memory_format": "off"}
-    return accelerate(model, Plan(**{**off, "tune": "off", **settings}))
+    return accelerate(model, Plan().replace(**{**off, "trust": "checked", **settings}))
 
 
-def of_handle(handle: Handle) -> Loss:
+def of_handle(handle: AcceleratedModel) -> Loss:
     found = handle.engine.technique(Loss)
     assert found is not None
     return found

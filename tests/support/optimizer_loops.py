@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from support.technique_table import off
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -45,9 +45,11 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 37), nn.Tanh(), nn.Linear(37, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
 
 
-def alone(setting: str, model: nn.Module, optimizers: Any = ()) -> Handle:
+def alone(setting: str, model: nn.Module, optimizers: Any = ()) -> AcceleratedModel:
     """A plan of this technique only, without live trials: the test does the switching."""
-    return accelerate(model, Plan(**off() | {"optimizer": setting, "tune": "off"}), optimizers=optimizers)
+    return accelerate(
+        model, Plan().replace(**off() | {"optimizer": setting, "trust": "checked"}), optimizers=optimizers
+    )
 
 
 class Loop:

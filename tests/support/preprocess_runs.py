@@ -19,6 +19,7 @@ from lightning_accel.data import (
     RandomHorizontalFlip,
     Transform,
 )
+from lightning_accel.settings import Plan
 
 MakeTrainer = Callable[..., Any]
 
@@ -37,7 +38,9 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def plugin(chain: list[Transform] = CHAIN, **settings: Any) -> AccelPlugin:
-    return AccelPlugin(**{"precision": "32-true", "memory_format": "off", "preprocess": chain, **settings})
+    return AccelPlugin.from_plan(
+        Plan().replace(**{"precision": "32-true", "memory_format": "off", "preprocess": chain, **settings})
+    )
 
 
 class Sees(LightningModule):

@@ -99,7 +99,7 @@ def loader(batch_size: int = 8) -> DataLoader[Any]:
 
 def trainer(**options: Any) -> Trainer:
     given: dict[str, Any] = {"max_epochs": 100, "accelerator": "cpu", **options}
-    plugins = [AccelPlugin(compile="off", threads=1)]
+    plugins = [AccelPlugin(compile="off", techniques={"threads": 1})]
     return Trainer(plugins=plugins, enable_checkpointing=False, **{"logger": False, **given})
 
 

@@ -9,6 +9,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.techniques.technique_context import Forecast
+from support.shown_values import shown_values
 
 SIMULATED_HOSTS: dict[str, Host] = {
     "A100": Host(kind="cuda", device_name="NVIDIA A100", capability=(8, 0), native_bf16=True, compiler="triton"),
@@ -36,5 +37,5 @@ SIMULATED_HOSTS: dict[str, Host] = {
 def when_asked(host: Host, model: nn.Module) -> dict[str, Forecast]:
     """What every setting that is not on by default comes to when it is asked for by itself."""
     nothing = {name: one.off for name, one in declarations().items()}
-    asked = [{**nothing, name: value} for name, one in declarations().items() for value in one.shown]
-    return {setting: said for one in asked for setting, said in forecasts(Plan(**one), host, model).items()}
+    asked = [{**nothing, name: value} for name, one in declarations().items() for value in shown_values(one)]
+    return {setting: said for one in asked for setting, said in forecasts(Plan().replace(**one), host, model).items()}

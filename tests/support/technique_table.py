@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import Handle, accelerate, build_context
+from lightning_accel.assembly import AcceleratedModel, accelerate, build_context
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import choices_of
 from lightning_accel.data import Map
 from lightning_accel.experiment import trial
 from lightning_accel.memory import eight_bits
@@ -25,6 +26,7 @@ from lightning_accel.techniques.loss import technique as loss
 from lightning_accel.techniques.registry import Declaration, declarations
 from lightning_accel.techniques.sparse_activations import SparseActivations
 from support.models import TASKS, TEXT, Task
+from support.shown_values import shown_values
 from support.simulated_graphs import SimulatedGraphs
 
 T = TypeVar("T", bound=Technique)
@@ -74,7 +76,7 @@ COMBINED = {
     "all that saves memory": Row(
         {**ALL, "sparse_activations": "auto", "activation_offloading": HOST_MEMORY}, "activation_offloading", 1e-5
     ),
-    "all, unverified": Row({**ALL, "verify": False}, "gradient_checkpointing", 1e-5),
+    "all, unverified": Row({**ALL, "trust": "unchecked"}, "gradient_checkpointing", 1e-5),
 }
 
 TASKS_OF = {
@@ -161,8 +163,10 @@ def alone() -> dict[str, Row]:
     """Every technique with its default, with ``"auto"`` and with what it declares to be worth showing: all but off."""
     rows = {}
     for name, declaration in declarations().items():
-        for value in dict.fromkeys((declaration.default, *_auto(declaration), *declaration.shown)):
-            host = None if declaration.is_off(value) else _host_of(declaration, value)
+        for value in dict.fromkeys(
+            (declaration.switch(declaration.default), *_auto(declaration), *shown_values(declaration))
+        ):
+            host = None if value == declaration.off else _host_of(declaration, value)
             if host is not None:
                 tolerance = 0.03 if value == "16-mixed" else TOLERANCES[declaration.exactness]
                 rows[f"{name}={value}"] = Row(_settings(name, value), name, tolerance, host)
@@ -170,8 +174,7 @@ def alone() -> dict[str, Row]:
 
 
 def _auto(declaration: Declaration) -> tuple[str, ...]:
-    kinds = (declaration.switch_type, *get_args(declaration.switch_type))
-    return ("auto",) if any("auto" in get_args(kind) for kind in kinds) else ()
+    return ("auto",) if "auto" in choices_of(declaration.switch_type) else ()
 
 
 def _settings(name: str, value: Any) -> dict[str, Any]:
@@ -183,7 +186,7 @@ def _settings(name: str, value: Any) -> dict[str, Any]:
 
 def _host_of(declaration: Declaration, value: Any) -> Host | None:
     """The first of the tests' hosts that has the technique so, with a plan that asks for it alone."""
-    plan = Plan(**off() | _settings(declaration.name, value))
+    plan = Plan().replace(**off() | _settings(declaration.name, value))
     for host in (HOST, CARD) if declaration.name in SIMULATED else (HOST,):
         techniques = build_context(plan, nn.Linear(2, 2), host, in_plain_loop=True).techniques
         if any(one.name == declaration.name and one.unavailable(host) is None for one in techniques):
@@ -237,12 +240,12 @@ def off() -> dict[str, Any]:
     return {name: declaration.off for name, declaration in declarations().items()}
 
 
-def start(model: nn.Module, row: Row, **run: Any) -> Handle:
+def start(model: nn.Module, row: Row, **run: Any) -> AcceleratedModel:
     """Puts the plan of a row to work, with settings of the run."""
-    return accelerate(model, Plan(**off() | row.settings | run), host=row.host)
+    return accelerate(model, Plan().replace(**off() | row.settings | run), host=row.host)
 
 
-def acts(handle: Handle, technique: str, task: Task) -> bool:
+def acts(handle: AcceleratedModel, technique: str, task: Task) -> bool:
     """Whether a technique has done something in the steps that were run, or live trials may have it do something."""
     if handle.report.applied(technique) or any(arm.name == technique for arm in handle.engine.arms()):
         return True
@@ -250,12 +253,12 @@ def acts(handle: Handle, technique: str, task: Task) -> bool:
     return seen is not None and seen(handle, task)
 
 
-def _computes_in_half_precision(handle: Handle, task: Task) -> bool:
+def _computes_in_half_precision(handle: AcceleratedModel, task: Task) -> bool:
     with handle.step("validate"):
         return torch.is_autocast_enabled("cpu")
 
 
-def _makes_another_batch(handle: Handle, task: Task) -> bool:
+def _makes_another_batch(handle: AcceleratedModel, task: Task) -> bool:
     inputs = task.batch()[0]
     now = handle.batch(inputs, "train")
     if isinstance(inputs, Mapping):
@@ -263,13 +266,13 @@ def _makes_another_batch(handle: Handle, task: Task) -> bool:
     return bool(now.data_ptr() != inputs.data_ptr())
 
 
-def _found(handle: Handle, kind: type[T]) -> T:
+def _found(handle: AcceleratedModel, kind: type[T]) -> T:
     found = handle.engine.technique(kind)
     assert found is not None
     return found
 
 
-WITHOUT_SITES: dict[str, Callable[[Handle, Task], bool]] = {
+WITHOUT_SITES: dict[str, Callable[[AcceleratedModel, Task], bool]] = {
     "precision": _computes_in_half_precision,
     "padding": _makes_another_batch,
     "preprocess": _makes_another_batch,
@@ -293,7 +296,9 @@ def model_for(task: Task, row: Row) -> nn.Module:
 class Loop:
     """A plain PyTorch training loop, with or without a handle."""
 
-    def __init__(self, model: nn.Module, task: Task, handle: Handle | None = None, *, clips: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, handle: AcceleratedModel | None = None, *, clips: bool = False
+    ) -> None:
         self.model, self.task, self.handle, self.clips = model, task, handle, clips
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.streams: list[Tensor] = []  # where the random stream has come to by the end of each step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import subprocess
 import sys
@@ -18,13 +17,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from arguments_stub import STUB, stub
 from lightning_accel import AccelPlugin, AccelWarning, Plan, accelerate
 from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.core.host import Host
 from lightning_accel.techniques import (
     AttributePatch,
     BuildContext,
+    Options,
     Patch,
     Site,
     Technique,
@@ -43,7 +42,7 @@ HOST = Host(kind="cpu", device_name="a CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GentlePlan:
+class GentleOptions(Options):
     """How gently dropout drops.
 
     Attributes:
@@ -51,11 +50,8 @@ class GentlePlan:
         spare: Modules that drop as before.
     """
 
-    mode: Literal["off", "on"] = "on"
+    mode: Literal["off", "on"] = "off"
     spare: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spare", tuple(self.spare))
 
 
 class Gentle(Technique):
@@ -63,12 +59,12 @@ class Gentle(Technique):
 
     traits = Traits(edits_optimizers=True)
 
-    def __init__(self, settings: GentlePlan) -> None:
+    def __init__(self, settings: GentleOptions) -> None:
         self.settings = settings
         self.steps = 0
 
     @classmethod
-    def from_settings(cls, settings: GentlePlan, context: BuildContext) -> Gentle:
+    def from_settings(cls, settings: GentleOptions, context: BuildContext) -> Gentle:
         return cls(settings)
 
     def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
@@ -93,10 +89,7 @@ class Gentle(Technique):
 
 @pytest.fixture
 def gentle(techniques_restored: None) -> None:
-    declare = register(
-        "gentle", settings=GentlePlan, default="off", on="on", after="precision", before="compile", shown=("on",)
-    )
-    declare(Gentle)
+    register("gentle", options=GentleOptions, after="precision", before="compile")(Gentle)
 
 
 def net() -> nn.Module:
@@ -104,30 +97,29 @@ def net() -> nn.Module:
 
 
 def quiet(**settings: Any) -> Plan:
-    return Plan(precision="32-true", flash_attention="off", memory_format="off", inplace_activations="off", **settings)
+    return Plan().replace(
+        precision="32-true", flash_attention="off", memory_format="off", inplace_activations="off", **settings
+    )
 
 
 @pytest.mark.usefixtures("gentle")
 def test_it_is_a_setting_of_plans_that_is_checked_written_and_read() -> None:
     assert Plan().is_off("gentle")
-    plan = Plan(gentle={"mode": "on", "spare": ["1"]})
-    assert plan.of("gentle") == GentlePlan(spare=("1",))
+    plan = Plan(techniques={"gentle": {"mode": "on", "spare": ["1"]}})
+    assert plan.of("gentle") == GentleOptions(mode="on", spare=("1",))
     assert Plan.from_yaml(plan.to_yaml()) == plan
-    assert Plan(gentle=True) == Plan(gentle="on") == Plan.from_yaml("gentle: on")
-    with pytest.raises(ValueError, match=r"gentle='of'; did you mean 'off'\? Allowed: 'off', 'on', a mapping of"):
-        Plan(gentle="of")
-    with pytest.raises(ValueError, match="gentle has no setting 'spares'; did you mean 'spare'"):
-        Plan(gentle={"spares": []})
-
-
-@pytest.mark.usefixtures("gentle")
-def test_it_is_a_documented_argument_of_plan_and_plugin() -> None:
-    for taker in (Plan, AccelPlugin):
-        parameter = inspect.signature(taker).parameters["gentle"]
-        assert parameter.default == "off"
-        assert GentlePlan in parameter.annotation.__args__
-    assert 'gentle: ``"on"`` lets every dropout drop nothing at all' in (inspect.getdoc(AccelPlugin.__init__) or "")
-    assert "gentle='on'" in repr(AccelPlugin(gentle="on"))
+    on = Plan(techniques={"gentle": True})
+    assert on == Plan(techniques={"gentle": "on"}) == Plan.from_yaml("techniques: {gentle: on}")
+    assert repr(AccelPlugin.from_plan(on)) == "AccelPlugin(precision='auto', techniques={'gentle': 'on'})"
+    with pytest.raises(
+        ValueError, match=r"techniques\.gentle='of'; did you mean 'off'\? Allowed: 'off', 'on', GentleOptions"
+    ):
+        Plan(techniques={"gentle": "of"})
+    with pytest.raises(ValueError, match=r"techniques\.gentle has no setting 'spares'; did you mean 'spare'"):
+        Plan(techniques={"gentle": {"spares": []}})
+    with pytest.raises(TypeError, match=r"no setting 'gentle': techniques=\{'gentle': 'on'\} sets it"):
+        Plan(gentle="on")  # type: ignore[call-arg]
+    assert declarations()["gentle"].doc.startswith('``"on"`` lets every dropout')
 
 
 def test_it_stands_where_it_was_declared_to_stand_and_moves_no_other(request: pytest.FixtureRequest) -> None:
@@ -143,7 +135,7 @@ def test_it_stands_where_it_was_declared_to_stand_and_moves_no_other(request: py
 def test_it_is_at_work_in_a_plain_loop_reported_and_undone() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = accelerate(model, quiet(gentle={"spare": ["3"]}), optimizers=optimizer)
+    handle = accelerate(model, quiet(gentle={"mode": "on", "spare": ["3"]}), optimizers=optimizer)
     with handle.step():
         model(handle.batch(torch.randn(2, 8))).sum().backward()
     assert [model[1].p, model[3].p] == [0.0, 0.5]
@@ -186,7 +178,7 @@ def test_what_it_notes_during_a_step_is_acted_on_after_it() -> None:
 def test_a_resumed_lightning_run_decides_as_the_first_one_did(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = AccelPlugin(**vars(quiet(gentle=True, log=False)))
+    plugin = AccelPlugin(**vars(quiet(gentle=True, report=False)))
     trainer = make_trainer(plugins=[plugin], max_epochs=1, enable_checkpointing=False)
     module = Supervised(net())
     trainer.fit(module, vectors())
@@ -202,7 +194,7 @@ def test_a_resumed_lightning_run_decides_as_the_first_one_did(
 
 @pytest.mark.usefixtures("gentle")
 def test_it_is_on_the_page_of_hosts() -> None:
-    assert when_asked(HOST, ExampleModel())['gentle="on"'].words == "2 sites, tried on the first batch"
+    assert when_asked(HOST, ExampleModel())["gentle: on"].words == "2 sites, tried on the first batch"
 
 
 @pytest.mark.usefixtures("gentle")
@@ -220,38 +212,25 @@ def test_it_has_its_row_in_the_table_that_tries_all_techniques(task: Any) -> Non
 
 def test_a_name_that_is_taken_and_an_order_that_goes_round_are_errors() -> None:
     with pytest.raises(ValueError, match=r"a technique 'compile' already: Compilation\. Give it another name"):
-        register("compile", settings=GentlePlan, default="off")(Gentle)
-    with pytest.raises(ValueError, match="cannot be called 'strict'"):
-        register("strict", settings=GentlePlan, default="off")(Gentle)
+        register("compile", options=GentleOptions)(Gentle)
+    with pytest.raises(ValueError, match="cannot be called 'very gentle'"):
+        register("very gentle", options=GentleOptions)(Gentle)
     before = list(declarations())
     with pytest.raises(ValueError, match=r"declared to come after another of them: .*precision.*first"):
-        register("first", settings=GentlePlan, default="off", after="precision", before="precision")(Gentle)
+        register("first", options=GentleOptions, after="precision", before="precision")(Gentle)
     assert list(declarations()) == before
 
 
-PACKAGE = '''
-from dataclasses import dataclass
-from functools import partial
+PACKAGE = """
 from typing import Literal
 
 from lightning_accel.techniques import Technique, register
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalmPlan:
-    """Calm.
-
-    Attributes:
-        mode: ``"on"`` does nothing.
-    """
-
-    mode: Literal["off", "on"] = "on"
-
-
-@register("calm", settings=CalmPlan, default="off", on="on", before="compile")
+@register("calm", options=Literal["off", "on"], default="off", before="compile")
 class Calm(Technique):
     pass
-'''
+"""
 
 
 def test_an_installed_package_brings_its_technique_by_an_entry_point(tmp_path: Path) -> None:
@@ -260,13 +239,9 @@ def test_an_installed_package_brings_its_technique_by_an_entry_point(tmp_path: P
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: calm\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[lightning_accel.techniques]\ncalm = calm\nbroken = nowhere\n")
-    use = "from lightning_accel import Plan; print(Plan(calm='on').to_yaml())"
+    use = "from lightning_accel import Plan; print(Plan(techniques={'calm': 'on'}).to_yaml())"
     done = subprocess.run(
         [sys.executable, "-c", use], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
     )
     assert "calm: 'on'" in done.stdout, done.stderr
     assert "The technique 'broken' of nowhere could not be loaded: ModuleNotFoundError" in done.stderr
-
-
-def test_editors_see_the_arguments_that_there_are() -> None:
-    assert STUB.read_text(encoding="utf-8") == stub(), "run `make stub`"

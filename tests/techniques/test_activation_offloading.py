@@ -18,7 +18,12 @@ from lightning_accel.core.host import Host, HostKind
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.engine import Engine
 from lightning_accel.memory.buffers import OffloadingError
-from lightning_accel.techniques.activation_offloading import DEPTHS, ActivationOffloading, DepthSearch, OffloadingPlan
+from lightning_accel.techniques.activation_offloading import (
+    DEPTHS,
+    ActivationOffloading,
+    DepthSearch,
+    OffloadingOptions,
+)
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing
 from support.gpu_sizes import on_gpu
@@ -48,7 +53,7 @@ def _no_thread_left() -> Iterator[None]:
 
 
 def offloading(model: nn.Module, to: str = "host", **settings: Any) -> ActivationOffloading:
-    plan = OffloadingPlan(to=to, min_bytes=settings.pop("min_bytes", 1), **settings)  # type: ignore[arg-type]
+    plan = OffloadingOptions(to=to, min_bytes=settings.pop("min_bytes", 1), **settings)  # type: ignore[arg-type]
     return ActivationOffloading(plan, model, CPU)
 
 
@@ -139,7 +144,7 @@ def test_the_status_says_how_much_moves_and_how_far_ahead() -> None:
 def test_the_status_on_a_cpu_says_that_its_memory_is_the_hosts() -> None:
     model = TASKS["transformer"].model()
     technique = offloading(model)
-    assert "none is saved: activation_offloading='disk' saves it" in technique.run.status
+    assert "none is saved: memory.offload='disk' saves it" in technique.run.status
 
 
 def test_the_status_says_where_every_tensor_is_too_small() -> None:
@@ -241,7 +246,7 @@ def test_a_deterministic_run_measures_nothing() -> None:
 def test_measuring_never_waits_for_the_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))).to(device)
-    technique = ActivationOffloading(OffloadingPlan(), model, device)
+    technique = ActivationOffloading(OffloadingOptions(to="host"), model, device)
     x = torch.randn(on_gpu(4096, simulated=256), 1024, device=device)
     for step in range(40):
         torch.cuda.set_sync_debug_mode("error" if step > 5 else "default")

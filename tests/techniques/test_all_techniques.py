@@ -244,7 +244,7 @@ def test_switched_between_steps_as_live_trials_do_it_trains_as_plainly(name: str
     row = SETTINGS[name]
     plain = model_for(task, row)
     model = copy.deepcopy(plain)
-    handle = start(model, row, tune="off")
+    handle = start(model, row, trust="checked")
     loop = Loop(model, task, handle)
     losses = loop.run(range(4))
     (arm,) = [arm for arm in handle.engine.arms() if arm.name == row.technique]

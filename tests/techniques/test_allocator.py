@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle, build_context
+from lightning_accel.assembly import AcceleratedModel, build_context
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
 from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
@@ -151,10 +151,12 @@ def test_after_the_run_what_is_free_goes_back_to_the_system(loops: dict[str, dic
     assert counts(loops["accelerated"]["after"])[0] > 24 * PAGES_A_TENSOR
 
 
-PLAIN_BUT_THIS = Plan(precision="32-true", flash_attention="off", inplace_activations="off", memory_format="off")
+PLAIN_BUT_THIS = Plan(
+    precision="32-true", techniques={"flash_attention": "off", "inplace_activations": "off", "memory_format": "off"}
+)
 
 
-def steps(handle: Handle, count: int = 12) -> None:
+def steps(handle: AcceleratedModel, count: int = 12) -> None:
     for _ in range(count):
         with handle.step():
             loss = handle.model(torch.ones(2, 2)).sum()
@@ -162,7 +164,7 @@ def steps(handle: Handle, count: int = 12) -> None:
 
 
 def test_a_model_whose_steps_ask_for_nothing_is_left_alone() -> None:
-    handle = accelerate(nn.Linear(2, 2), Plan(tune="off"))
+    handle = accelerate(nn.Linear(2, 2), Plan(trust="checked"))
     steps(handle)
     assert handle.report.applied("allocator") == []
     assert "nothing to gain" in handle.report.refused("allocator")[""]
@@ -176,7 +178,7 @@ def test_a_model_whose_steps_ask_for_nothing_is_left_alone() -> None:
 def test_what_the_user_has_set_is_theirs(variable: str, value: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(variable, value)
-        handle = accelerate(nn.Linear(2, 2), Plan(tune="off"))
+        handle = accelerate(nn.Linear(2, 2), Plan(trust="checked"))
     assert handle.report.of("allocator").status == f"as {variable}={value} has it"
     handle.undo()
 
@@ -184,7 +186,7 @@ def test_what_the_user_has_set_is_theirs(variable: str, value: str) -> None:
 @pytest.mark.parametrize("settings", [{"memory_budget": "1GiB"}, {"activation_offloading": "disk"}])
 def test_memory_that_has_to_go_back_to_the_system_is_not_kept(settings: dict[str, Any]) -> None:
     model, host = nn.Linear(2, 2), Host(kind="cpu", device_name="a CPU")
-    around = build_context(Plan(**settings), model, host, in_plain_loop=True)
+    around = build_context(Plan().replace(**settings), model, host, in_plain_loop=True)
     [technique] = [one for one in around.techniques if isinstance(one, AllocatorTechnique)]
     [name] = settings
     assert technique.unavailable(host) == f"not beside {name}, for which memory has to go back to the system"

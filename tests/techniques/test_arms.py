@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.techniques.arms import OFF
 
 pytestmark = pytest.mark.numbers
@@ -32,18 +32,18 @@ class Attention(nn.Module):
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def started(**plan: Any) -> tuple[Handle, nn.Module]:
+def started(**plan: Any) -> tuple[AcceleratedModel, nn.Module]:
     torch.manual_seed(0)
     model = Attention()
     settings = {"precision": "32-true", "memory_format": "off", "inplace_activations": "off", "flash_attention": "off"}
     settings["tune"] = "off"  # the test does the switching
-    handle = accelerate(model, Plan(**{**settings, **plan}))
+    handle = accelerate(model, Plan().replace(**{**settings, **plan}))
     for _ in range(3):
         step(handle, model)
     return handle, model
 
 
-def step(handle: Handle, model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
+def step(handle: AcceleratedModel, model: nn.Module) -> tuple[Tensor, list[Tensor | None]]:
     model.zero_grad()
     with handle.step():
         outputs = model(handle.batch(IMAGES))
@@ -97,7 +97,9 @@ def test_layouts_go_there_and_back_with_the_optimizers_state(determinism_restore
     torch.use_deterministic_algorithms(True)  # in which no clock says that this machine is slower in the layout
     model = Attention()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    handle = accelerate(model, Plan(precision="32-true", flash_attention="off", tune="off"), optimizers=optimizer)
+    handle = accelerate(
+        model, Plan(precision="32-true", techniques={"flash_attention": "off"}, trust="checked"), optimizers=optimizer
+    )
     for _ in range(3):
         step(handle, model)
         optimizer.step()

@@ -44,7 +44,7 @@ class Decoder(nn.Module):
 def test_a_block_that_is_given_a_cache_is_left_alone(setting: dict[str, Any]) -> None:
     model = Decoder()
     (technique,) = setting
-    handle = accelerate(model, Plan(precision="32-true", flash_attention="off", **setting))
+    handle = accelerate(model, Plan().replace(precision="32-true", flash_attention="off", **setting))
     for _ in range(3):
         cache = Cache()
         with handle.step():

@@ -14,7 +14,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.assembly import AcceleratedModel, accelerate
 from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelError, AccelWarning
@@ -38,14 +38,14 @@ CPU = Host(kind="cpu", device_name="a CPU", compiler="g++")
 MODES: list[CompileSetting] = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
-def compiling(model: nn.Module, setting: CompileSetting | bool = "on", **more: Any) -> Handle:
+def compiling(model: nn.Module, setting: CompileSetting | bool = "on", **more: Any) -> AcceleratedModel:
     host = more.pop("host", CPU)
     settings = {"precision": "32-true", "memory_format": "off", "inplace_activations": False, **more}
     settings.setdefault("flash_attention", "off")  # whose trial goes by the clock
-    return accelerate(model, Plan(compile=setting, **settings), host=host)
+    return accelerate(model, Plan().replace(compile=setting, **settings), host=host)
 
 
-def run(model: nn.Module, handle: Handle | None, steps: int = 3) -> list[float]:
+def run(model: nn.Module, handle: AcceleratedModel | None, steps: int = 3) -> list[float]:
     task = TASKS["transformer"]
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

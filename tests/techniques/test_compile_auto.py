@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.assembly import AcceleratedModel, accelerate
 from lightning_accel.core import compiled
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.store import kernel_folder
@@ -80,9 +80,9 @@ def blocks(*factors: float) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), *(Block(factor) for factor in factors))
 
 
-def started(model: nn.Module, **plan: Any) -> tuple[Handle, Arm, ArmSetup]:
+def started(model: nn.Module, **plan: Any) -> tuple[AcceleratedModel, Arm, ArmSetup]:
     """A run after the trials of the parts, with its arm."""
-    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "auto"} | plan), host=CPU)
+    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "auto"} | plan), host=CPU)
     for _ in range(3):
         train(handle)
     (arm,) = handle.engine.arms()
@@ -90,7 +90,7 @@ def started(model: nn.Module, **plan: Any) -> tuple[Handle, Arm, ArmSetup]:
     return handle, arm, arm.setup
 
 
-def train(handle: Handle, size: int = 3) -> Tensor:
+def train(handle: AcceleratedModel, size: int = 3) -> Tensor:
     handle.model.zero_grad()
     with handle.step():
         loss = handle.model(torch.ones(size, 4)).square().mean()
@@ -98,7 +98,7 @@ def train(handle: Handle, size: int = 3) -> Tensor:
     return loss.detach()
 
 
-def set_up(handle: Handle, arm: Arm, setup: ArmSetup, may_take_s: float = math.inf) -> float | None:
+def set_up(handle: AcceleratedModel, arm: Arm, setup: ArmSetup, may_take_s: float = math.inf) -> float | None:
     setup.begin(may_take_s)
     arm.choose("on")
     train(handle)
@@ -211,7 +211,7 @@ def test_what_an_earlier_run_has_tried_is_compiled_without_another_trial(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trial, "numbers", lambda *_: pytest.fail("tried again"))
-    handle = accelerate(blocks(2.0, 2.0, 2.0), Plan(**OTHERS_OFF | {"compile": "auto"}), host=CPU)
+    handle = accelerate(blocks(2.0, 2.0, 2.0), Plan().replace(**OTHERS_OFF | {"compile": "auto"}), host=CPU)
     verdicts = {site: Verdict("refused", "other numbers") if site == "2" else Verdict("kept") for site in "123"}
     handle.engine.carry_out({"compile": verdicts})
     train(handle)
@@ -232,7 +232,7 @@ def test_blocks_that_an_earlier_run_has_tried_are_compiled_once_a_kind_at_their_
     monkeypatch.setattr(Trial, "numbers", lambda *_: pytest.fail("tried again"))
     model = blocks(*factors)
     expected = model(torch.ones(3, 4)).square().mean()
-    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
+    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "on"}), host=CPU)
     handle.engine.carry_out({"compile": {site: Verdict("kept") for site in "123"}})
     torch.testing.assert_close(train(handle), expected)
     assert (compiler.graphs, compiler.ran) == (kinds, 3)
@@ -247,7 +247,7 @@ def test_a_block_that_was_sharded_before_its_first_compiled_call_is_called_all_t
 ) -> None:
     model = blocks(2.0, 2.0)
     expected = model(torch.ones(3, 4)).square().mean()
-    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
+    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "on"}), host=CPU)
     handle.engine.carry_out({"compile": {site: Verdict("kept") for site in "12"}})
     for module in (compiled, compiled_blocks, compilation):
         monkeypatch.setattr(module, "is_gathered_by_hooks", lambda module: isinstance(module, Block))
@@ -300,7 +300,7 @@ def test_a_block_that_is_compiled_anew_again_and_again_is_given_back(compiler: C
         handle, arm, setup = started(model)
         set_up(handle, arm, setup)
     else:
-        handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on"}), host=CPU)
+        handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "on"}), host=CPU)
         for _ in range(3):
             train(handle)
     assert handle.report.applied("compile") == ["1", "2"]
@@ -319,7 +319,7 @@ def test_a_block_that_is_compiled_anew_again_and_again_is_given_back(compiler: C
 @pytest.mark.parametrize("verify", [True, False])
 def test_the_report_counts_graphs_and_those_compiled_anew(compiler: Compiler, verify: bool) -> None:
     model = blocks(2.0, 2.0)
-    handle = accelerate(model, Plan(**OTHERS_OFF | {"compile": "on", "verify": verify}), host=CPU)
+    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "on", "verify": verify}), host=CPU)
     for size in (3, 3, 3, 5):
         train(handle, size)
     assert compiler.graphs > 1
@@ -370,11 +370,11 @@ def test_nothing_of_a_compiled_block_remains_after_undo(compiler: Compiler) -> N
 def test_a_deterministic_run_does_not_decide_by_the_clock(determinism_restored: None) -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.warns(UserWarning, match="set compile='on' to compile"):
-        accelerate(blocks(2.0, 2.0), Plan(**OTHERS_OFF | {"compile": "auto"}), host=CPU).undo()
+        accelerate(blocks(2.0, 2.0), Plan().replace(**OTHERS_OFF | {"compile": "auto"}), host=CPU).undo()
 
 
 def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compiler) -> None:
-    plan = Plan(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
+    plan = Plan().replace(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
     handle = accelerate(blocks(2.0, 2.0), plan, steps=10_000_000, host=CPU)  # which can afford it
     for _ in range(20):
         train(handle)
@@ -386,7 +386,7 @@ def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compil
 
 
 def test_a_short_loop_is_told_that_it_cannot_afford_it(compiler: Compiler) -> None:
-    plan = Plan(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
+    plan = Plan().replace(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
     handle = accelerate(blocks(2.0, 2.0), plan, steps=100, host=CPU)
     for _ in range(20):
         train(handle)

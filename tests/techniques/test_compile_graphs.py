@@ -108,7 +108,7 @@ class Run:
 def test_a_gpu_has_a_second_choice_and_a_cpu_has_not() -> None:
     assert Run().arm.choices == ("on", "graphs")
     cpu = Host(kind="cpu", device_name="a CPU", compiler="g++")
-    handle = accelerate(Run().plain, Plan(**OTHERS_OFF | {"compile": "auto"}), host=cpu)
+    handle = accelerate(Run().plain, Plan().replace(**OTHERS_OFF | {"compile": "auto"}), host=cpu)
     with handle.step():
         handle.model(torch.ones(3, 4)).sum().backward()
     assert [arm.choices for arm in handle.engine.arms()] == [("on",)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.techniques.cudnn_benchmark import (
@@ -44,12 +44,14 @@ def in_force() -> tuple[bool, bool]:
     return torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
 
 
-def started(setting: CudnnBenchmarkSetting = "auto", host: Host = CARD, model: nn.Module | None = None) -> Handle:
+def started(
+    setting: CudnnBenchmarkSetting = "auto", host: Host = CARD, model: nn.Module | None = None
+) -> AcceleratedModel:
     rest = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "inplace_activations": "off"}
-    return accelerate(model or TinyCNN(), Plan(**rest, cudnn_benchmark=setting, verify=False), host=host)
+    return accelerate(model or TinyCNN(), Plan().replace(**rest, cudnn_benchmark=setting, trust="unchecked"), host=host)
 
 
-def seen(handle: Handle, *sizes: int) -> list[bool]:
+def seen(handle: AcceleratedModel, *sizes: int) -> list[bool]:
     """Whether the kernels for each of these batches, of so many samples, are timed."""
     timed = []
     for size in sizes:
@@ -58,7 +60,7 @@ def seen(handle: Handle, *sizes: int) -> list[bool]:
     return timed
 
 
-def on_trial(handle: Handle) -> None:
+def on_trial(handle: AcceleratedModel) -> None:
     """As live trials begin."""
     [arm] = handle.engine.arms()
     arm.choose("off")

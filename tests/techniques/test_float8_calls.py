@@ -202,7 +202,9 @@ def test_unverified_it_is_in_force_at_once() -> None:
 @pytest.mark.parametrize(("host", "reason"), [(A100, "compute capability 8.9"), (CPU, "a CPU has no 8-bit")])
 def test_machines_without_the_format_are_told(host: Host, reason: str) -> None:
     with pytest.warns(AccelWarning, match=reason):
-        handle = accelerate(network(), Plan(precision="32-true", float8="tensorwise", tune="off"), host=host)
+        handle = accelerate(
+            network(), Plan(precision="32-true", lossy={"float8": "tensorwise"}, trust="checked"), host=host
+        )
     handle.undo()
 
 
@@ -216,7 +218,7 @@ def test_large_layers_on_a_card_are_tried_and_train(recipe: str, compiled: str) 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(4096, 16384), nn.GELU(), nn.Linear(16384, 4096)) for _ in range(2)]
     model = nn.Sequential(*blocks).cuda()
-    plan = Plan(precision="bf16-mixed", float8=recipe, compile=compiled, tune="off")
+    plan = Plan(precision="bf16-mixed", compile=compiled, lossy={"float8": recipe}, trust="checked")
     handle = accelerate(model, plan)
     inputs = torch.randn(4096, 4096, device="cuda")
     for _ in range(4):

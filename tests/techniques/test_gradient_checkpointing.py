@@ -144,7 +144,7 @@ def test_a_misnamed_block_is_an_error_and_the_model_is_untouched() -> None:
 
 
 def test_a_model_without_blocks_is_an_error_that_shows_how_to_name_some() -> None:
-    with pytest.raises(ValueError, match=r"gradient_checkpointing='full': Linear has no repeated blocks.*'blocks': \["):
+    with pytest.raises(ValueError, match=r"memory.checkpoint='full': Linear has no repeated blocks.*'blocks': \["):
         checkpointed(nn.Linear(2, 2))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
-from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
+from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetOptions
 from support.techniques.gradient_checkpointing_cases import (
     IN_FORCE_NOWHERE,
     MODES,
@@ -165,13 +165,13 @@ def test_on_an_apple_gpu_blocks_that_draw_random_numbers_are_left_alone(dropping
     ("host", "full", "budget"),
     [
         (Host(kind="xla", device_name="TPU"), "torch_xla.utils.checkpoint", "torch_xla.utils.checkpoint"),
-        (Host(kind="mps", device_name="M3"), None, "gradient_checkpointing='selective' or 'full'"),
+        (Host(kind="mps", device_name="M3"), None, "memory.checkpoint='selective' or 'full'"),
         (Host(kind="rocm", device_name="MI300X"), None, None),
     ],
 )
 def test_where_it_saves_nothing_it_says_why_and_what_does(host: Host, full: str | None, budget: str | None) -> None:
     reason = GradientCheckpointing("full").unavailable(host)
-    budget_reason = MemoryBudget(MemoryBudgetPlan(budget="1GiB"), None, torch.device("cpu")).unavailable(host)
+    budget_reason = MemoryBudget(MemoryBudgetOptions(budget="1GiB"), None, torch.device("cpu")).unavailable(host)
     for found, mend in ((reason, full), (budget_reason, budget)):
         assert found is None if mend is None else mend in (found or "")
 

@@ -152,7 +152,7 @@ def test_a_second_backward_pass_through_an_overwritten_graph_is_an_error() -> No
     loss.backward(retain_graph=True)
     with run.engine.step():
         run.model(torch.ones(3, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="graphs='off' where a graph is retained"):
+    with pytest.raises(RuntimeError, match=r"compile\.graphs='off' where a graph is retained"):
         loss.backward()
 
 
@@ -343,9 +343,9 @@ def test_elsewhere_it_is_not_to_be_had(kind: Any) -> None:
 
 
 def test_with_a_compiler_the_way_to_its_own_graphs_is_named() -> None:
-    with pytest.raises(ValueError, match=r"graphs='on' with compile='on'.*reduce-overhead"):
-        Plan(graphs="on", compile="on")
-    assert AccelPlugin(graphs="auto").plan.graphs == "auto"
+    with pytest.raises(ValueError, match=r"compile.graphs='on' with compile='on'.*reduce-overhead"):
+        Plan(compile={"graphs": "on", "mode": "on"})
+    assert AccelPlugin(compile={"graphs": "auto"}).plan.of("graphs") == "auto"
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------

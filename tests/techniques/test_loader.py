@@ -70,9 +70,9 @@ def loader(data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
 def fit(plan: dict[str, Any], loaders: Any, *callbacks: Callback, **options: Any) -> tuple[Trainer, Dropping]:
     seed_everything(1, verbose=False)
     module = Dropping()
-    off = {"tune": "off", "verify": False, "log": False, "inplace_activations": "off", "flash_attention": "off"}
+    off = {"trust": "unchecked", "report": False, "inplace_activations": "off", "flash_attention": "off"}
     trainer = Trainer(
-        plugins=[AccelPlugin(precision="32-true", memory_format="off", **off, **plan)],
+        plugins=[AccelPlugin.from_plan(Plan().replace(precision="32-true", memory_format="off", **off, **plan))],
         callbacks=list(callbacks),
         **{"max_epochs": 4, "accelerator": "cpu", **options},
         **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},

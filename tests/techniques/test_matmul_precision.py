@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.techniques.matmul_precision import in_force
@@ -46,13 +46,13 @@ def _set_newer(values: tuple[str, str, str]) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = values[2]
 
 
-def started(host: Host = AMX_CPU, model: nn.Module | None = None, **settings: Any) -> Handle:
+def started(host: Host = AMX_CPU, model: nn.Module | None = None, **settings: Any) -> AcceleratedModel:
     """A plan of this technique, with ``precision="auto"`` unless another is given, on a small model."""
-    rest = {"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "tune": "off"}
-    return accelerate(model or nn.Linear(4, 4), Plan(**{**rest, **settings}), host=host)
+    rest = {"flash_attention": "off", "memory_format": "off", "inplace_activations": "off", "trust": "checked"}
+    return accelerate(model or nn.Linear(4, 4), Plan().replace(**{**rest, **settings}), host=host)
 
 
-def step(handle: Handle) -> None:
+def step(handle: AcceleratedModel) -> None:
     with handle.step():
         loss = handle.model(torch.ones(2, 4)).float().sum()
     loss.backward()
@@ -99,7 +99,7 @@ def test_a_card_with_tf32_has_both_by_name(value: str) -> None:
     [
         (T4, "high", "has no TF32"),
         (AVX2_CPU, "medium", "neither AVX512-BF16 nor AMX"),
-        (AMX_CPU, "high", "matmul_precision='medium'"),
+        (AMX_CPU, "high", "precision.matmul='medium'"),
         (MI300, "high", "not measured on rocm"),
     ],
 )
@@ -369,7 +369,7 @@ def test_products_on_a_card_are_as_exact_as_that(value: str, off_by: float) -> N
     """TF32 rounds to 11 bits, float32 to 24; sums of 512 such products are off by the like of one of them."""
     torch.manual_seed(0)
     left, right = (torch.randn(512, 512, device="cuda", dtype=torch.float64) for _ in range(2))
-    handle = accelerate(nn.Linear(2, 2).cuda(), Plan(precision="32-true", matmul_precision=value, tune="off"))
+    handle = accelerate(nn.Linear(2, 2).cuda(), Plan(precision={"format": "32-true", "matmul": value}, trust="checked"))
     product = (left.float() @ right.float()).double()
     handle.undo()
     error = float((product - left @ right).norm() / (left @ right).norm())
@@ -380,7 +380,7 @@ def test_products_on_a_card_are_as_exact_as_that(value: str, off_by: float) -> N
 def test_on_a_card_it_is_in_force_by_default_while_the_run_lasts() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("has no TF32")
-    handle = accelerate(nn.Linear(4, 4).cuda(), Plan(tune="off"))
+    handle = accelerate(nn.Linear(4, 4).cuda(), Plan(trust="checked"))
     with handle.step():
         loss = handle.model(torch.ones(2, 4, device="cuda")).float().sum()
     loss.backward()

@@ -214,7 +214,7 @@ class GpuLoop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         rows = on_gpu(8192, simulated=2048)
         self.x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).cuda()
-        self.handle = accelerate(self.model, Plan(**{**PLAIN, **settings}))
+        self.handle = accelerate(self.model, Plan().replace(**{**PLAIN, **settings}))
 
     def step(self) -> float:
         with self.handle.step():

@@ -89,7 +89,7 @@ def test_two_backward_passes_a_step_share_the_budget() -> None:
     losses: list[list[float]] = []
     for network, settings in ((model, {"memory_budget": "700KiB"}), (twin, {})):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        handle = accelerate(network, Plan(**{**PLAIN, **settings}))
+        handle = accelerate(network, Plan().replace(**{**PLAIN, **settings}))
         losses.append([])
         for index in range(SETTLED):
             torch.manual_seed(index)
@@ -130,7 +130,7 @@ class TaskLoop:
     def __init__(self, model: nn.Module, task: Task, **settings: Any) -> None:
         self.model, self.task = model, task
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.handle = accelerate(model, Plan(**{**PLAIN, **settings}))
+        self.handle = accelerate(model, Plan().replace(**{**PLAIN, **settings}))
 
     def step(self, index: int = 0) -> float:
         inputs, targets = self.task.batch(index)

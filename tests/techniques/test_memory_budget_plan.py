@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accel import OffloadingPlan, Plan, plan_memory
+from lightning_accel import OffloadingOptions, Plan, plan_memory
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.memory.schedule import state_of
 from lightning_accel.techniques.activation_offloading import OffloadingSetting
@@ -136,7 +136,7 @@ def test_an_applied_plan_that_offloads_the_rest_does_so() -> None:
         optimizer.zero_grad()
 
     plain = peak_of(lambda: step(model, batch), model, optimizer)
-    plan = plan_memory(model, batch, plain // 2, step, offloading=OffloadingPlan(to="disk", min_bytes=1024))
+    plan = plan_memory(model, batch, plain // 2, step, offloading=OffloadingOptions(to="disk", min_bytes=1024))
     assert plan.offloads_rest
     patches = plan.apply(model)
     step(model, batch)
@@ -165,5 +165,5 @@ def test_blocks_offload_unless_it_is_forbidden_or_would_free_nothing(
     setting: OffloadingSetting, device: str, offloads: bool
 ) -> None:
     """Nothing is on the device yet: what the planner may choose from is known before."""
-    plan = Plan(activation_offloading=setting, memory_budget="1GiB")
+    plan = Plan(memory={"offload": setting, "budget": "1GiB"})
     assert (plan.of("activation_offloading").on(device) is not None) == offloads

@@ -59,9 +59,11 @@ def train(plan: Plan, make_optimizer: Callable[[Any], Optimizer]) -> tuple[list[
 def test_layouts_are_given_back_before_an_optimizer_that_may_read_them_steps(
     make_optimizer: Callable[[Any], Optimizer],
 ) -> None:
-    plain, _ = train(Plan(precision="32-true", memory_format="off"), make_optimizer)
+    plain, _ = train(Plan(precision="32-true", techniques={"memory_format": "off"}), make_optimizer)
     # verify=False leaves the timing out, so that nothing but the optimizer decides.
-    losses, refused = train(Plan(precision="32-true", verify=False, inplace_activations=False), make_optimizer)
+    losses, refused = train(
+        Plan(precision="32-true", techniques={"inplace_activations": False}, trust="unchecked"), make_optimizer
+    )
     assert losses == pytest.approx(plain, rel=1e-5)
     assert set(refused) == {"0", "2"}
     assert make_optimizer.__name__ in refused["0"]
@@ -72,6 +74,6 @@ def test_an_explicit_format_trusts_an_optimizer_that_is_not_torchs() -> None:
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    plan = Plan(precision="32-true", memory_format="channels_last")
+    plan = Plan(precision="32-true", techniques={"memory_format": "channels_last"})
     _, refused = train(plan, lambda parameters: Sub(parameters, lr=0.01))
     assert refused == {}

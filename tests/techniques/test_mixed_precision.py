@@ -67,7 +67,7 @@ def test_a_precision_that_the_device_cannot_have_is_a_warning_and_the_loop_goes_
 )
 def test_a_step_is_an_autocast_region(precision: PrecisionSetting, dtype: torch.dtype | None) -> None:
     model = nn.Linear(4, 4)
-    handle = accelerate(model, Plan(precision=precision, inplace_activations=False))
+    handle = accelerate(model, Plan(precision=precision, techniques={"inplace_activations": False}))
     with handle.step():
         assert torch.is_autocast_enabled("cpu") is (dtype is not None)
         assert model(torch.ones(1, 4)).dtype == (dtype or torch.float32)
@@ -77,7 +77,7 @@ def test_a_step_is_an_autocast_region(precision: PrecisionSetting, dtype: torch.
 def test_a_weight_cast_under_no_grad_still_gets_its_gradient() -> None:
     """With autocast's cache on, the cast made under no_grad is reused, and the weight has no gradient."""
     model = nn.Linear(4, 4)
-    handle = accelerate(model, Plan(precision="bf16-mixed", inplace_activations=False))
+    handle = accelerate(model, Plan(precision="bf16-mixed", techniques={"inplace_activations": False}))
     with handle.step():
         with torch.no_grad():
             model(torch.ones(1, 4))
@@ -90,7 +90,7 @@ def test_a_weight_cast_under_no_grad_still_gets_its_gradient() -> None:
 def test_torchs_transformer_with_a_padding_mask_evaluates_under_autocast(precision: PrecisionSetting) -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     padding = torch.tensor([[False, False, True], [False, True, True]])
-    handle = accelerate(encoder, Plan(precision=precision, inplace_activations=False))
+    handle = accelerate(encoder, Plan(precision=precision, techniques={"inplace_activations": False}))
     with torch.no_grad(), handle.step("validate"):
         assert encoder(torch.randn(2, 3, 8), src_key_padding_mask=padding).isfinite().all()
     handle.undo()
@@ -110,7 +110,7 @@ def test_the_fast_path_is_off_on_cpu_only_and_comes_back(device_type: str, is_en
 
 def test_a_plain_loop_reaches_the_scaler_through_the_handle_also_after_undo() -> None:
     """For its state, which a checkpoint wants."""
-    handle = accelerate(nn.Linear(1, 1), Plan(precision="16-mixed", inplace_activations=False))
+    handle = accelerate(nn.Linear(1, 1), Plan(precision="16-mixed", techniques={"inplace_activations": False}))
     scaler = handle.scaler
     assert scaler.is_enabled()
     handle.undo()

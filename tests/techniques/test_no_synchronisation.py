@@ -15,6 +15,7 @@ from lightning_accel.core.tree import map_tensors
 from lightning_accel.techniques.loss import technique as loss
 from lightning_accel.techniques.registry import declarations
 from support.models import TASKS, TEXT, Task
+from support.shown_values import shown_values
 from support.technique_table import ALL, HOST_MEMORY, off
 
 pytestmark = [
@@ -27,7 +28,7 @@ FIRST_STEPS = 8  # in which techniques are tried, blocks captured and compiled, 
 SETTINGS: dict[str, dict[str, Any]] = {
     f"{name}={value}": {name: HOST_MEMORY if value == "host" else value}
     for name, declaration in declarations().items()
-    for value in dict.fromkeys((declaration.default, *declaration.shown))
+    for value in dict.fromkeys((declaration.switch(declaration.default), *shown_values(declaration)))
     if not declaration.is_off(value)
 } | {"all": ALL}
 
@@ -53,7 +54,7 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_settled_step_does_not_wait_for_the_device(name: str, task: Task) -> None:
     model = task.model().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plan = Plan(**off() | SETTINGS[name] | {"tune": "off"})
+    plan = Plan().replace(**off() | SETTINGS[name] | {"trust": "checked"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that something is not to be had on this card, or in this model
         handle = accelerate(model, plan, optimizers=optimizer, host=Host.detect("cuda"))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle, NamedFallback, build_context, fallbacks_for
+from lightning_accel.assembly import AcceleratedModel, NamedFallback, build_context, fallbacks_for
 from lightning_accel.core.host import Host
 from lightning_accel.core.tree import unique_bytes
 from lightning_accel.techniques.base import BuildContext
 
 pytestmark = pytest.mark.numbers
 
-QUIET: dict[str, Any] = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "tune": "off"}
+QUIET: dict[str, Any] = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "trust": "checked"}
 
 
 class Block(nn.Module):
@@ -37,7 +37,7 @@ def net() -> nn.Module:
 
 def around(model: nn.Module, device: str = "cpu", **settings: Any) -> BuildContext:
     host = Host(kind="cuda" if device == "cuda" else "cpu", device_name="simulated")
-    return build_context(Plan(**{**QUIET, **settings}), model, host, device=torch.device(device))
+    return build_context(Plan().replace(**{**QUIET, **settings}), model, host, device=torch.device(device))
 
 
 def offered(model: nn.Module, device: str = "cpu", **settings: Any) -> list[tuple[str, Any]]:
@@ -97,7 +97,9 @@ class Run:
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        self.handle: Handle = accelerate(model, Plan(**{**QUIET, **settings}), optimizers=self.optimizer)
+        self.handle: AcceleratedModel = accelerate(
+            model, Plan().replace(**{**QUIET, **settings}), optimizers=self.optimizer
+        )
         self.around = around(model, **settings)
         self.saved_bytes = 0
 

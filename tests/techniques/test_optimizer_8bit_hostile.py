@@ -211,7 +211,7 @@ def test_a_subclass_that_steps_as_adamw_does_is_taken() -> None:
 def test_two_optimizers_of_one_model_are_both_taken() -> None:
     model = network()
     optimizers = [AdamW(model[0].parameters()), Adam(model[2].parameters())]
-    plan = Plan(**OTHERS_OFF, optimizer_8bit="on", tune="off")
+    plan = Plan().replace(**OTHERS_OFF, optimizer_8bit="on", trust="checked")
     handle = accelerate(model, plan, optimizers=optimizers, host=Host(kind="cpu", device_name="a CPU"))
     model(torch.ones(2, 64)).square().mean().backward()
     for optimizer in optimizers:
@@ -241,7 +241,7 @@ def test_on_a_card_states_take_a_quarter_and_training_goes_on(fused: bool) -> No
     for mode in ("on", "off"):
         model = network().cuda()
         optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
-        plan = Plan(**OTHERS_OFF, optimizer_8bit=mode, tune="off")
+        plan = Plan().replace(**OTHERS_OFF, optimizer_8bit=mode, trust="checked")
         handle = accelerate(model, plan, optimizers=optimizer)
         losses = []
         generator = torch.Generator("cuda").manual_seed(0)

@@ -328,8 +328,10 @@ def test_a_layout_that_comes_and_goes_in_mid_run_is_fused_and_right() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
     twin = copy.deepcopy(model)
     optimizer, theirs = AdamW(model.parameters()), AdamW(twin.parameters())
-    settings: dict[str, Any] = {"precision": "32-true", "inplace_activations": False, "verify": False, "tune": "off"}
-    handle = accelerate(model, Plan(optimizer="fused", memory_format="auto", **settings), optimizers=optimizer)
+    settings: dict[str, Any] = {"precision": "32-true", "inplace_activations": False, "trust": "unchecked"}
+    handle = accelerate(
+        model, Plan().replace(optimizer="fused", memory_format="auto", **settings), optimizers=optimizer
+    )
     arms = {arm.name: arm for arm in handle.engine.arms()}
     for index in range(8):
         images = torch.randn(4, 3, 8, 8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.padding import IGNORED, multiple_for, padded, padded_length, why_not_padded
 
@@ -61,9 +61,9 @@ def _small() -> dict[str, Any]:
     }
 
 
-def handle_for(model: nn.Module, padding: Any, host: Host = CPU) -> Handle:
+def handle_for(model: nn.Module, padding: Any, host: Host = CPU) -> AcceleratedModel:
     off = {"precision": "32-true", "flash_attention": "off", "inplace_activations": "off", "memory_format": "off"}
-    handle = accelerate(model, Plan(**off, tune="off", padding=padding), host=host)
+    handle = accelerate(model, Plan().replace(**off, trust="checked", padding=padding), host=host)
     with handle.step():
         batch = batch_of(5)
         assert handle.batch(batch) is batch  # until a step was seen to draw no random numbers

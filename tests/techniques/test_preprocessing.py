@@ -26,7 +26,7 @@ def images() -> Tensor:
 
 def handle(**settings: Any) -> Any:
     quiet = {"precision": "32-true", "memory_format": "off", "inplace_activations": False}
-    return accelerate(nn.Conv2d(3, 4, 3), Plan(**{**quiet, "preprocess": NOISY, **settings}))
+    return accelerate(nn.Conv2d(3, 4, 3), Plan().replace(**{**quiet, "preprocess": NOISY, **settings}))
 
 
 def test_every_batch_of_training_has_random_numbers_of_its_own() -> None:
@@ -62,7 +62,7 @@ def test_every_rank_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 def test_a_batch_comes_in_the_dtype_of_the_step() -> None:
     host = Host(kind="cpu", device_name="a CPU", native_bf16=True)
-    plan = Plan(precision="bf16-mixed", verify=False, preprocess=[Normalize(0.5, 0.25)])
+    plan = Plan(precision="bf16-mixed", preprocess=[Normalize(0.5, 0.25)], trust="unchecked")
     loop = accelerate(nn.Sequential(nn.Conv2d(3, 4, 3)), plan, host=host)
     batch = loop.batch(images())
     assert batch.dtype == torch.bfloat16

@@ -80,7 +80,7 @@ def rows() -> DataLoader[Any]:
 
 
 def plugin() -> AccelPlugin:
-    return AccelPlugin(precision="32-true", optimizer_8bit="on", log=False, tune="off")
+    return AccelPlugin(precision="32-true", lossy={"optimizer_8bit": "on"}, trust="checked", report=False)
 
 
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.host import Host
 from support.live_runs import OTHERS_OFF, SimulatedTime, Speed, simulated
 
 
-def train(time: SimulatedTime, steps: int = 200, plan: Plan | None = None, **settings: Any) -> tuple[Handle, list[str]]:
+def train(
+    time: SimulatedTime, steps: int = 200, plan: Plan | None = None, **settings: Any
+) -> tuple[AcceleratedModel, list[str]]:
     """A loop whose steps take 10 ms of simulated time, less where the arm is on; and what was on in each."""
     model, seen = nn.Linear(8, 2), []
-    handle = accelerate(model, plan or Plan(**OTHERS_OFF), steps=steps, **settings)
+    handle = accelerate(model, plan or Plan().replace(**OTHERS_OFF), steps=steps, **settings)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(steps):
         with handle.step():
@@ -48,7 +50,7 @@ def test_what_is_slower_goes() -> None:
 @pytest.mark.parametrize(("steps", "tune"), [(40, "auto"), (200, "off")])
 def test_a_short_loop_and_one_that_is_told_not_to_try_nothing(steps: int, tune: Any) -> None:
     with simulated(0.5) as time:
-        handle, seen = train(time, steps, Plan(**OTHERS_OFF, tune=tune))
+        handle, seen = train(time, steps, Plan().replace(**OTHERS_OFF, tune=tune))
         assert set(seen) == {"on"}
         handle.undo()
 
@@ -56,7 +58,7 @@ def test_a_short_loop_and_one_that_is_told_not_to_try_nothing(steps: int, tune: 
 def test_bfloat16_that_we_chose_is_on_trial_and_one_that_was_asked_for_is_not() -> None:
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     for precision, arms in (("auto", ["precision"]), ("bf16-mixed", []), ("32-true", [])):
-        handle = accelerate(nn.Linear(8, 2), Plan(precision=precision, tune="off"), host=host)  # type: ignore[arg-type]
+        handle = accelerate(nn.Linear(8, 2), Plan(precision=precision, trust="checked"), host=host)  # type: ignore[arg-type]
         assert [arm.name for arm in handle.engine.arms()] == arms
         handle.undo()
 
@@ -64,7 +66,7 @@ def test_bfloat16_that_we_chose_is_on_trial_and_one_that_was_asked_for_is_not() 
 def test_a_bfloat16_arm_that_is_off_computes_in_float32() -> None:
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     model = nn.Linear(8, 2)
-    handle = accelerate(model, Plan(tune="off"), host=host)
+    handle = accelerate(model, Plan(trust="checked"), host=host)
     (arm,) = handle.engine.arms()
     for choice, dtype in (("off", torch.float32), ("bf16-mixed", torch.bfloat16)):
         arm.choose(choice)
@@ -89,7 +91,7 @@ def test_after_undo_nothing_is_switched_any_more() -> None:
 def test_a_validation_between_two_steps_is_no_part_of_a_turn() -> None:
     with simulated(1.5) as time:
         model = nn.Linear(8, 2)
-        handle = accelerate(model, Plan(**OTHERS_OFF), steps=300)
+        handle = accelerate(model, Plan().replace(**OTHERS_OFF), steps=300)
         for step in range(300):
             with handle.step():
                 model(torch.ones(4, 8)).square().mean().backward()

@@ -56,7 +56,7 @@ def task(loops: Any, time: SimulatedTime, *, is_plain: bool = False) -> Any:
 
 def side_by_side(loops: Any, time: SimulatedTime, steps: int) -> tuple[Any, Any]:
     plain = loops.PlainLoop(task(loops, time, is_plain=True))
-    tuned = loops.TunedLoop(task(loops, time), Plan(**OTHERS_OFF, tune="off"), steps)
+    tuned = loops.TunedLoop(task(loops, time), Plan().replace(**OTHERS_OFF, trust="checked"), steps)
     both = loops.beside(plain, tuned, steps)
     tuned.close()
     return tuned, both
@@ -88,7 +88,7 @@ def test_each_loop_takes_as_many_steps_as_the_other(loops: Any, time: SimulatedT
 
 
 def test_the_search_finds_the_fastest_combination(loops: Any, time: SimulatedTime) -> None:
-    loop = loops.AcceleratedLoop(task(loops, time), Plan(**OTHERS_OFF, tune="off"))
+    loop = loops.AcceleratedLoop(task(loops, time), Plan().replace(**OTHERS_OFF, trust="checked"))
     found = loops.in_turns(loop, loops.all_combinations(loop.arms()), seconds=1)
     assert set(found) == {ON, OFF}
     assert max(found[ON]) < min(found[OFF])
@@ -100,14 +100,14 @@ def test_the_greedy_search_keeps_what_is_faster_by_more_than_its_floor(
     loops: Any, time: SimulatedTime, speedup: float, kept: Any
 ) -> None:
     Speed.speedup = speedup
-    loop = loops.AcceleratedLoop(task(loops, time), Plan(**OTHERS_OFF, tune="off"))
+    loop = loops.AcceleratedLoop(task(loops, time), Plan().replace(**OTHERS_OFF, trust="checked"))
     assert loops.greedy(loop, loop.arms()) == (kept, 2 * loops.CHUNK)
     loop.close()
 
 
 def test_a_run_is_over_when_it_has_settled_or_its_steps_are_taken(loops: Any, time: SimulatedTime) -> None:
     for steps, is_settled in ((400, True), (10, False)):
-        loop = loops.AcceleratedLoop(task(loops, time), Plan(**OTHERS_OFF), 400)
+        loop = loops.AcceleratedLoop(task(loops, time), Plan().replace(**OTHERS_OFF), 400)
         found = loops.run_until_settled(loop, steps)
         assert (found.choices, found.is_settled) == (ON, is_settled)
         assert found.steps <= steps
@@ -118,7 +118,7 @@ def test_a_run_is_over_when_it_has_settled_or_its_steps_are_taken(loops: Any, ti
 def test_what_trials_have_come_to_is_timed_in_a_loop_without_any(
     loops: Any, time: SimulatedTime, seconds: float, is_settled: bool
 ) -> None:
-    plan = Plan(**OTHERS_OFF)
+    plan = Plan().replace(**OTHERS_OFF)
     loop, found = loops.settled_loop(lambda: task(loops, time), plan, 400, seconds)
     assert (found.choices, found.is_settled) == (ON, is_settled)
     assert ("cut off" in str(found)) == (not is_settled)

@@ -29,7 +29,7 @@ def test_each_length_is_a_program_and_the_report_says_so() -> None:
 def test_padded_before_the_transfer_there_are_few_programs_and_the_same_losses() -> None:
     """What pads a batch on the device would itself be compiled for each length."""
     plain = fit(AccelXLAPlugin(), loader=texts(LENGTHS, vocabulary=11), vocabulary=11)
-    plugin = AccelXLAPlugin(padding=16)
+    plugin = AccelXLAPlugin(loader={"padding": 16})
     ours = fit(plugin, loader=texts(LENGTHS, vocabulary=11), vocabulary=11)
     assert plugin.report.of("padding").status.endswith("8 lengths → 1")
     assert ours.seen.compiled[-1] == ours.seen.compiled[1]

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch_xla", reason="needs torch_xla, in an environment of its own: make test-xla")
 
 from lightning_accel import AccelError, AccelPlugin, AccelWarning, AccelXLAPlugin
+from lightning_accel.settings import Plan
 from support.xla_runs import fit, rows, trainer
 
 
@@ -29,21 +30,21 @@ def test_accel_xla_plugin_elsewhere_names_the_other_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"out_of_memory": "split"}, "out_of_memory: XLA runs a step once it is recorded"),
+        ({"memory": {"on_oom": "split"}}, "out_of_memory: XLA runs a step once it is recorded"),
         ({"compile": "on"}, "compile: XLA compiles every step itself"),
-        ({"optimizer": "fused"}, "optimizer: torch has no fused steps for XLA: optimizer='auto'"),
+        ({"optimizer": "fused"}, "optimizer: torch has no fused steps for XLA: techniques.optimizer='auto'"),
         ({"threads": 1}, "threads: XLA computes with threads of its own"),
     ],
 )
 def test_what_cannot_be_had_is_a_warning_and_with_strict_an_error(settings: dict[str, object], said: str) -> None:
     with pytest.warns(AccelWarning, match=said):
-        fit(AccelXLAPlugin(**settings), loader=rows(1))
+        fit(AccelXLAPlugin.from_plan(Plan().replace(**settings)), loader=rows(1))
     with pytest.raises(AccelError, match=said):
-        fit(AccelXLAPlugin(**settings, strict=True), loader=rows(1))
+        fit(AccelXLAPlugin.from_plan(Plan().replace(**settings, strict=True)), loader=rows(1))
 
 
 def test_other_processes_and_copies_get_the_settings_and_no_run() -> None:
-    plugin = AccelXLAPlugin(padding=16)
+    plugin = AccelXLAPlugin(loader={"padding": 16})
     fit(plugin, loader=rows(1))
     assert repr(pickle.loads(pickle.dumps(plugin))) == repr(plugin) == "AccelXLAPlugin(precision='auto', padding=16)"
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from lightning_accel.core.checks import check_choice, names_given, switch
+from lightning_accel.core.options import Options
 
 FlashAttentionSetting = Literal[
     "auto", "off", "sdpa", "cudnn", "flash", "efficient", "fa3", "fa4", "flash-attn", "flex"
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlashAttentionPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FlashAttentionOptions(Options):
     """Flash attention site by site: what ``flash_attention`` takes when a backend is not enough.
 
     Attributes:
@@ -28,9 +28,3 @@ class FlashAttentionPlan:
     backend: FlashAttentionSetting = "auto"
     skip: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "backend", switch(self.backend, on="auto"))
-        check_choice("flash_attention.backend", self.backend, get_args(FlashAttentionSetting))
-        for name in ("skip", "force"):
-            object.__setattr__(self, name, names_given(f"flash_attention.{name}", getattr(self, name)))

@@ -23,7 +23,7 @@ from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
 from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
-from lightning_accel.techniques.flash_attention.settings import FlashAttentionPlan
+from lightning_accel.techniques.flash_attention.settings import FlashAttentionOptions
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Forecast, Verdict, Verdicts
@@ -36,12 +36,9 @@ _LATE = "not called on the first step, or only by a compiler, to which the origi
 
 @register(
     "flash_attention",
-    settings=FlashAttentionPlan,
-    default="auto",
-    on="auto",
+    options=FlashAttentionOptions,
     after="precision",
     exactness="rounding",
-    shown=tuple(BACKENDS),
 )
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
@@ -59,7 +56,7 @@ class FlashAttention(Technique):
         },
     )
 
-    def __init__(self, settings: FlashAttentionPlan, context: BuildContext) -> None:
+    def __init__(self, settings: FlashAttentionOptions, context: BuildContext) -> None:
         self._plan = plan = settings
         context.graph_edits.append(self._edit_captured)
         if plan.backend != "auto" and context.host.kind != "xla":
@@ -190,7 +187,7 @@ class FlashAttention(Technique):
         self._dispatches = {}
 
 
-def _check_names(model: nn.Module, plan: FlashAttentionPlan) -> None:
+def _check_names(model: nn.Module, plan: FlashAttentionOptions) -> None:
     known = {name for name, _ in model.named_modules()} | {type(m).__name__ for m in model.modules()}
     for setting, names in (("skip", plan.skip), ("force", plan.force)):
         for name in names:

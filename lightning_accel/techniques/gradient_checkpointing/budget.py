@@ -24,7 +24,7 @@ from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
 from lightning_accel.techniques.base import BuildContext
-from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetPlan
+from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetOptions
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.technique_context import Verdict
@@ -38,29 +38,27 @@ _DOES: dict[Policy, str] = {
 }
 
 
-def _conflicts(settings: MemoryBudgetPlan, all_settings: Mapping[str, Any], verify: bool) -> None:
-    checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"].mode
+def _conflicts(settings: MemoryBudgetOptions, all_settings: Mapping[str, Any], verify: bool) -> None:
+    checkpointing, compiled = all_settings["gradient_checkpointing"].mode, all_settings["compile"]
     if checkpointing != "off":
         raise ValueError(
-            f"memory_budget={settings.budget!r} with gradient_checkpointing={checkpointing!r}: a budget plans what"
+            f"memory.budget={settings.budget!r} with memory.checkpoint={checkpointing!r}: a budget plans what"
             " each block does itself. Give one of the two."
         )
     if compiled != "off":
         raise ValueError(
-            f"memory_budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
-            " eagerly, and changes what they do. Give compile='off', or gradient_checkpointing='selective' or"
+            f"memory.budget={settings.budget!r} with compile={compiled!r}: the planner measures blocks as they run"
+            " eagerly, and changes what they do. Give compile='off', or memory.checkpoint='selective' or"
             " 'full' in place of the budget."
         )
 
 
 @register(
     "memory_budget",
-    settings=MemoryBudgetPlan,
-    default="off",
+    options=MemoryBudgetOptions,
     after="gradient_checkpointing",
     before="compile",
     exactness="exact",
-    shown=("12GiB",),
 )
 class MemoryBudget(GradientCheckpointing):
     """Fits a training step into a budget: ``memory_budget="12GiB"``."""
@@ -71,17 +69,17 @@ class MemoryBudget(GradientCheckpointing):
         not_on={
             **GradientCheckpointing.traits.not_on,
             "mps": "memory is metered on CPUs, NVIDIA and AMD GPUs only, so that no budget could be kept. Use"
-            " gradient_checkpointing='selective' or 'full'",
+            " memory.checkpoint='selective' or 'full'",
         },
         why_not_sharded="the planner runs single blocks, which all ranks would have to gather together; use"
-        " gradient_checkpointing='full' or 'selective'",
+        " memory.checkpoint='full' or 'selective'",
         acts_without_sites=True,  # in a roomy budget every block stays as it is
         conflicts=_conflicts,
         oom_fallbacks=lambda settings, context: (),  # its plan has done what it could
     )
 
     def __init__(
-        self, plan: MemoryBudgetPlan, offloading: Offloading | None, device: torch.device, *, verify: bool = True
+        self, plan: MemoryBudgetOptions, offloading: Offloading | None, device: torch.device, *, verify: bool = True
     ) -> None:
         super().__init__("selective", plan.blocks)
         self._verify = verify
@@ -96,7 +94,7 @@ class MemoryBudget(GradientCheckpointing):
 
     @classmethod
     @override
-    def from_settings(cls, settings: MemoryBudgetPlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: MemoryBudgetOptions, context: BuildContext) -> Self:
         offloading = context.settings["activation_offloading"].on(context.device.type)
         return cls(settings, offloading, context.device, verify=context.verify)
 
@@ -112,7 +110,7 @@ class MemoryBudget(GradientCheckpointing):
         fixed = FixedMemory.of(model)
         if fixed.total > budget:
             raise ValueError(
-                f"memory_budget={self._plan.budget!r}: {format_bytes(budget)} do not hold the"
+                f"memory.budget={self._plan.budget!r}: {format_bytes(budget)} do not hold the"
                 f" model itself. Parameters, gradients and buffers are {format_bytes(fixed.total)} ({fixed.total}"
                 " bytes), and the optimizer's state and activations come on top. Give a larger budget."
             )
@@ -190,7 +188,7 @@ class MemoryBudget(GradientCheckpointing):
             self.run.revise(site, Verdict("refused" if policy == "keep" else "kept", _DOES[policy]))
 
 
-def budget_bytes(plan: MemoryBudgetPlan, device: torch.device) -> int:
+def budget_bytes(plan: MemoryBudgetOptions, device: torch.device) -> int:
     """The budget of ``plan`` in bytes of ``device``."""
     amount = parse_bytes("memory_budget", plan.budget, fractions=True)
     return amount if isinstance(amount, int) else int(amount * device_memory_bytes(device))

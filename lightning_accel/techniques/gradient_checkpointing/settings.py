@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Annotated, Literal
 
 from lightning_accel.core.byte_size import parse_bytes
-from lightning_accel.core.checks import check_choice, names_given
+from lightning_accel.core.options import Options, Rule
 
 CheckpointingMode = Literal["off", "full", "selective"]
+Budget = (
+    Literal["off"]
+    | Annotated[int | float | str, Rule("an amount such as '12GiB' or '40%'", partial(parse_bytes, fractions=True))]
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointingPlan:
-    """Gradient checkpointing with the blocks named: what ``gradient_checkpointing`` takes when a mode is not enough.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckpointingOptions(Options, owner="memory.checkpoint"):
+    """What ``MemoryOptions(checkpoint=, blocks=)`` comes to."""
 
-    Attributes:
-        mode: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps what matrix products,
-            convolutions and attention computed and recomputes the rest; ``"off"`` does nothing.
-        blocks: Class names or module paths of the blocks; empty: the model's repeated blocks, found by themselves
-            (``selective`` takes the other parts that hold several layers too).
-    """
-
-    mode: CheckpointingMode = "full"
+    mode: CheckpointingMode = "off"
     blocks: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_choice("gradient_checkpointing.mode", self.mode, get_args(CheckpointingMode))
-        object.__setattr__(self, "blocks", names_given("gradient_checkpointing.blocks", self.blocks))
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryBudgetOptions(Options, owner="memory.budget"):
+    """What ``MemoryOptions(budget=, blocks=)`` comes to."""
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryBudgetPlan:
-    """A memory budget with the blocks named: what ``memory_budget`` takes when an amount is not enough.
-
-    Attributes:
-        budget: The most memory that a training step may need, everything included: bytes, text such as ``"12GiB"``, or
-            a fraction of the device. What each block does for it, keep its activations, recompute or offload them, is
-            planned from what the first steps measure; ``"off"``: there is no limit.
-        blocks: Class names or module paths of the blocks; empty: the model's repeated blocks and the other parts that
-            hold several layers, found by themselves.
-    """
-
-    budget: int | float | str = "off"
+    budget: Budget = "off"
     blocks: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.budget != "off":
-            parse_bytes("memory_budget", self.budget, fractions=True)
-        object.__setattr__(self, "blocks", names_given("memory_budget.blocks", self.blocks))

@@ -26,7 +26,7 @@ from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statist
 from lightning_accel.memory.saved_bytes import kept_bytes
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
 from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingPlan
+from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingOptions
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts
@@ -45,30 +45,27 @@ def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> Method
     return trained_patch(site, f"forward → checkpointed ({mode})", block, run)
 
 
-def _oom_fallbacks(settings: CheckpointingPlan, context: BuildContext) -> Iterator[OomFallback]:
+def _oom_fallbacks(settings: CheckpointingOptions, context: BuildContext) -> Iterator[OomFallback]:
     model = context.model
     if context.settings["memory_budget"].budget != "off":
         return  # whose plan has it already
-    is_compiled = context.settings["compile"].mode != "off"
+    is_compiled = context.settings["compile"] != "off"
     only_anew = "the blocks are compiled as they are" if is_compiled else ""
     # By the formula of docs/planning.md for a decoder's block: of 64 bytes a value that it keeps in float32, 44 are
     # left, or 4 and one block's work.
     blocks = find_blocks(model, settings.blocks)
     if settings.mode == "off" and (settings.blocks or units(model)):
-        yield OomFallback(CheckpointingPlan(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
+        yield OomFallback(CheckpointingOptions(mode="selective", blocks=settings.blocks), 0.12, 0.7, only_anew)
     if settings.mode != "full" and blocks:
         keeps = min(1.0, 4 / 64 + 1 / len(blocks))
-        yield OomFallback(CheckpointingPlan(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
+        yield OomFallback(CheckpointingOptions(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
 
 
 @register(
     "gradient_checkpointing",
-    settings=CheckpointingPlan,
-    default="off",
+    options=CheckpointingOptions,
     after="activation_offloading",
     exactness="exact",
-    shown=("full", "selective"),
-    elsewhere=("memory_budget='12GiB' for an amount of memory",),
 )
 class GradientCheckpointing(Technique):
     """Checkpoints the repeated blocks of a model, or those that are named.
@@ -110,8 +107,8 @@ class GradientCheckpointing(Technique):
         if not self._blocks:
             switch, value = self._asked()
             raise ValueError(
-                f"{self.name}={value!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name some:"
-                f" {self.name}={{{switch!r}: {value!r}, 'blocks': ['MyBlock', 'encoder.mid']}}."
+                f"memory.{switch}={value!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name some:"
+                f" memory=MemoryOptions({switch}={value!r}, blocks=['MyBlock', 'encoder.mid'])."
             )
         for site, block in self._blocks.items():
             if isinstance(block, torch.jit.ScriptModule):
@@ -137,7 +134,7 @@ class GradientCheckpointing(Technique):
                 yield patch
 
     def _asked(self) -> tuple[str, Any]:
-        return "mode", self._mode
+        return "checkpoint", self._mode
 
     def _find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         # Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save

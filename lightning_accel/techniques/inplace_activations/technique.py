@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -24,23 +23,14 @@ from lightning_accel.techniques.site import PausedPatch, Site
 from lightning_accel.techniques.technique_events import Added, Event
 
 
-@dataclass(frozen=True, kw_only=True)
-class InplacePlan:
-    """Whether activations work in place.
-
-    Attributes:
-        mode: ``"auto"`` lets activation and dropout modules overwrite their input at every call where nobody else can
-            read it, as counts of who holds it show; ``"off"``.
-    """
-
-    mode: Literal["auto", "off"] = "auto"
-
-
 @register(
     "inplace_activations",
-    settings=InplacePlan,
+    options=Literal["auto", "off"],
     default="auto",
-    on="auto",
+    doc=(
+        '``"auto"`` lets activation and dropout modules overwrite their input at every call where nobody else '
+        'can read it, as counts of who holds it show; ``"off"``.'
+    ),
     after="flash_attention",
     exactness="exact",
 )
@@ -70,7 +60,7 @@ class InplaceActivations(Technique):
 
     @classmethod
     @override
-    def from_settings(cls, settings: InplacePlan, context: BuildContext) -> Self:
+    def from_settings(cls, settings: Literal["auto", "off"], context: BuildContext) -> Self:
         return cls(skip=context.protected)
 
     @override

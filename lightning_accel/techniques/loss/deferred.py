@@ -71,7 +71,8 @@ class Family:
             raise EditError(
                 "loss",
                 "The weight or the input of a linear head was changed in place after the head was called, and before"
-                " its logits were read; they were left out until then. Read them before the change, or set loss='off'.",
+                " its logits were read; they were left out until then. Read them before the change, or set"
+                " techniques.loss='off'.",
             )
 
     @contextmanager
@@ -164,7 +165,7 @@ class DeferredLogits(Tensor):
                     raise EditError(
                         "loss",
                         f"{who} was called with logits whose loss was computed without them: they have no gradient."
-                        " Call it before the loss, or set loss='off'.",
+                        " Call it before the loss, or set techniques.loss='off'.",
                     )
                 one.family.read_by(who)
         args, kwargs = map_tensors(lambda t: t.compute() if isinstance(t, DeferredLogits) else t, (args, kwargs))
@@ -180,7 +181,8 @@ class DeferredLogits(Tensor):
         if name.endswith("_") and not name.endswith("__"):
             raise EditError(
                 "loss",
-                f"{name} would change logits in place that were left out so far. Read them before, or set loss='off'.",
+                f"{name} would change logits in place that were left out so far. Read them before, or set"
+                " techniques.loss='off'.",
             )
 
         def values(tensor: Tensor) -> Tensor:
@@ -268,7 +270,7 @@ class _Edge(Function):
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            raise EditError("loss", "Logits that were left out have no second derivative. Set loss='off'.")
+            raise EditError("loss", "Logits that were left out have no second derivative. Set techniques.loss='off'.")
         ctx.check()
         wanted = ctx.needs_input_grad[:3]
         with torch.enable_grad():

@@ -153,7 +153,7 @@ class Head:
         computes_twice = form.reduction == "none" or is_small
         if needs_gradients and computes_twice and not self._always:
             which = "one of several losses of few rows" if is_small else "a loss of every token by itself"
-            return f"{which}, whose products would be computed twice (loss='on' has them so)"
+            return f"{which}, whose products would be computed twice (techniques.loss='on' has them so)"
         if self._verify and (why := self._failure(problem, needs_gradients)):
             self._give_up(self.stage or "train", why)
             return why

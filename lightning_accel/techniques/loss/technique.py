@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -28,27 +27,17 @@ FEWEST_CLASSES = 4096
 """Of a layer that is taken for a head: of fewer the logits are no large part of a step's memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossPlan:
-    """Whether a linear head and the cross-entropy of its output are computed together.
-
-    Attributes:
-        mode: ``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are asked for
-            nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.
-    """
-
-    mode: Literal["auto", "on", "off"] = "auto"
-
-
 @register(
     "loss",
-    settings=LossPlan,
+    options=Literal["auto", "on", "off"],
     default="auto",
-    on="on",
+    doc=(
+        '``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are '
+        'asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.'
+    ),
     after="inplace_activations",
     before="compile",
     exactness="rounding",
-    shown=("on",),
 )
 class Loss(Technique):
     """Has linear heads return logits that are not there, until somebody reads them or takes their cross-entropy.
@@ -69,8 +58,8 @@ class Loss(Technique):
         why_not_sharded="a head's weight is whole only while the head is called, before its loss is computed",
     )
 
-    def __init__(self, settings: LossPlan, context: BuildContext) -> None:
-        self._always = settings.mode == "on"
+    def __init__(self, settings: Literal["auto", "on", "off"], context: BuildContext) -> None:
+        self._always = settings == "on"
         self.heads: dict[str, Head] = {}
         self.run.live = None if self._always else Live(saves_memory=True)
         words = f"in pieces for {FEWEST_CLASSES:,} classes or more, where nobody reads the logits"

@@ -32,7 +32,7 @@ def main(folder: Path, rank: int) -> None:
     fit(Model(late), loader(64), logger=Folder(folder / "ddp"), strategy="ddp", devices=2)
     traces, sharded = TraceCallback(steps=[6]), AccelFSDPStrategy(blocks=["layer"])
     logger, callbacks = Folder(folder / "fsdp"), [traces]
-    plugins = [AccelPlugin(precision="32-true", tune="off")]
+    plugins = [AccelPlugin(precision="32-true", trust="checked")]
     fit(Model(late), loader(64), logger=logger, strategy=sharded, devices=2, callbacks=callbacks, plugins=plugins)
     assert vars(torch.distributed.Work)["wait"] is WAIT, "the edit was left behind"
 

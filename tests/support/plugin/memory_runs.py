@@ -28,6 +28,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.strategies.forks import in_ranks
 
 WIDTH, HIDDEN, BLOCKS = 64, 256, 12
@@ -211,8 +212,8 @@ def fit(
     """Trains one; with ``more_mib`` None a plain Trainer with all the memory there is."""
     # Which arm has its turn when memory runs out, and goes first of all, would hang on how busy the machine is.
     # Nor is anything to need less memory before it is short, as bfloat16 does where a processor has it.
-    settings = {"log": False, "tune": "off", "precision": "32-true", **options.pop("settings", {})}
-    plugin = AccelPlugin(**settings) if more_mib is not None else None
+    settings = {"report": False, "trust": "checked", "precision": "32-true", **options.pop("settings", {})}
+    plugin = AccelPlugin.from_plan(Plan().replace(**settings)) if more_mib is not None else None
     seed_everything(0, verbose=False)
     model = kind()
     trainer = Trainer(
@@ -259,7 +260,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
-    plugin = AccelPlugin(log=False)
+    plugin = AccelPlugin(report=False)
     trainer = Trainer(accelerator="cpu", plugins=[plugin], callbacks=[Limits(100)], logger=False)
     try:
         trainer.validate(Evaluated(), DataLoader(Batches([LARGE * 2]), batch_size=None), verbose=False)
@@ -305,10 +306,10 @@ RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "first of two that are added up": only(AsksInBackward, 360, accumulate_grad_batches=2),
     "second of three that are added up": only(AsksInBackward, 360, accumulate_grad_batches=3),
     "nothing is enough": only(Deep, 20),
-    "off": only(Deep, 200, settings={"out_of_memory": "off"}),
+    "off": only(Deep, 200, settings={"memory": {"on_oom": "off"}}),
     "no blocks": only(Flat, 200, [SMALL, LARGE * 2]),
     "no blocks, with more memory": only(Calm, None, WITH_A_LARGER_ONE),
-    "split": only(Calm, 200, WITH_A_LARGER_ONE, settings={"out_of_memory": "split"}),
+    "split": only(Calm, 200, WITH_A_LARGER_ONE, settings={"memory": {"on_oom": "split"}}),
     "optimizer": only(FlatWithStates, 200, [SMALL] * 2),
     "evaluated": evaluated,
     "searched": searched,

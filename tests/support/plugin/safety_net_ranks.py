@@ -142,7 +142,7 @@ def fit(
 def run(name: str, folder: Path, rank: int) -> None:
     strategy, is_ours, raises_at, accumulated = RUNS.get(name, (DDPStrategy, True, -1, 1))
     seed_everything(0, verbose=False)
-    plugin = AccelPlugin(precision="32-true", log=False)
+    plugin = AccelPlugin(precision="32-true", report=False)
     module = CannotBeKeptAgain(raises_at) if name == CANNOT_BE_KEPT_AGAIN else Net(raises_at)
     plugins = [plugin] if is_ours else []
     fit(module, torch.randn(64, 16), plugins, strategy=strategy, accumulated=accumulated)
@@ -159,7 +159,7 @@ def save_weights_twice(folder: Path, rank: int) -> None:
     seed_everything(0, verbose=False)
     module = TakesAView()
     for fitted in (1, 2):
-        plugin = AccelPlugin(precision="32-true", memory_format="channels_last", log=False)
+        plugin = AccelPlugin(precision="32-true", techniques={"memory_format": "channels_last"}, report=False)
         saves = SavesWeights(folder / f"{WEIGHTS_ONLY}.{fitted}.ckpt")
         fit(module, torch.randn(64, 8, 8, 8), [plugin], saves, strategy=DDPStrategy)
         said = {"refused": plugin.report.refused("memory_format"), "strides in the run": saves.strides}

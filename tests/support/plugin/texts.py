@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.technique_table import off
 
 NUM_TEXTS = 160
@@ -57,7 +58,9 @@ def fit(module: Reader, loaders: Any, **options: Any) -> AccelPlugin:
     """Trains with batches grouped by length, all other techniques off."""
     seed_everything(1, verbose=False)
     padding = {"multiple": 8, "group_by_length": True}
-    plugin = AccelPlugin(**off() | {"padding": padding, "tune": "off", "log": False, **options.pop("plan", {})})
+    plugin = AccelPlugin.from_plan(
+        Plan().replace(**off() | {"padding": padding, "trust": "checked", "report": False, **options.pop("plan", {})})
+    )
     trainer = Trainer(
         plugins=[plugin],
         **{"max_epochs": 1, "accelerator": "cpu", **options},

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_accel import AccelPlugin
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.memory.oom_report import DeviceStepMemoryError
+from lightning_accel.settings import Plan
 
 MakeTrainer = Callable[..., Trainer]
 FITS = 3
@@ -96,8 +97,11 @@ def fit(
     settings: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Trainer, AccelPlugin]:
-    plugin = AccelPlugin(
-        **{"out_of_memory": "split", "precision": "32-true", "tune": "off", "log": False} | (settings or {})
+    plugin = AccelPlugin.from_plan(
+        Plan().replace(
+            **{"memory": {"on_oom": "split"}, "precision": "32-true", "trust": "checked", "report": False}
+            | (settings or {})
+        )
     )
     trainer = make_trainer(plugins=[plugin], **options)
     with warnings.catch_warnings():

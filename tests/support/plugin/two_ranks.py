@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_accel import AccelPlugin
 from lightning_accel.data import Normalize
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, Transformer, images, tokens
 from support.models import TinyTransformer
 from support.strategies.forks import in_ranks
@@ -151,7 +152,11 @@ def train(run: str, batch_size: int, **options: Any) -> tuple[Supervised, Traine
     seed_everything(0, verbose=False)
     module = kind(NETS[net]())
     data = Shares((tokens if net in TEXT else images)(8).dataset, batch_size)
-    given = {"plugins": [AccelPlugin(**settings)], "max_epochs": EPOCHS.get(run, 2), "gradient_clip_val": 0.5}
+    given = {
+        "plugins": [AccelPlugin.from_plan(Plan().replace(**settings))],
+        "max_epochs": EPOCHS.get(run, 2),
+        "gradient_clip_val": 0.5,
+    }
     given |= {"use_distributed_sampler": False}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", enable_model_summary=False, **{**quiet, **given, **options})

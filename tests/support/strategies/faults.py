@@ -118,7 +118,9 @@ def train(fault: Fault, folder: Path, callbacks: list[Callback], **fit: Any) -> 
     """Trains the transformer of the zoo for two epochs, or until it is broken off; checkpoints go to ``folder``."""
     module, data, options = make("transformer", fault.variant)
     world_size, strategy = STRATEGIES[fault.strategy]
-    plugins: list[Any] = [AccelPlugin(precision="32-true", flash_attention="off", memory_format="off")]
+    plugins: list[Any] = [
+        AccelPlugin(precision="32-true", techniques={"flash_attention": "off", "memory_format": "off"})
+    ]
     if fault.requeue_signal is not None:
         plugins.append(SLURMEnvironment(requeue_signal=signal.Signals[fault.requeue_signal]))
     trainer = Trainer(

@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, Transformer, tokens
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def train(strategy: str, settings: dict[str, Any], folder: Path) -> dict[str, An
         accelerator="gpu",
         devices=1,
         strategy=SingleDeviceStrategy("cuda:0") if strategy == "plain" else strategy,
-        plugins=[AccelPlugin(flash_attention="off", log=False, **settings)],
+        plugins=[AccelPlugin.from_plan(Plan().replace(flash_attention="off", report=False, **settings))],
         max_epochs=2,
         gradient_clip_val=0.5,
         use_distributed_sampler=False,

@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import AccelDDPStrategy, AccelFSDPStrategy, AccelPlugin
+from lightning_accel.settings import Plan
 from support.strategies.forks import Ranks, as_torchrun_does
 from support.strategies.zoo import KINDS, VARIANTS, make
 
@@ -216,8 +217,11 @@ def trainer_for(row: Row, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     if row.strategy != "plain":
         # Techniques that are kept or not by the clock would compute other last bits from run to run.
-        settings = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "log": False}
-        options |= {"strategy": strategy(row), "plugins": [AccelPlugin(**{**settings, **VARIANTS[row.variant][1]})]}
+        settings = {"precision": "32-true", "flash_attention": "off", "memory_format": "off", "report": False}
+        options |= {
+            "strategy": strategy(row),
+            "plugins": [AccelPlugin.from_plan(Plan().replace(**{**settings, **VARIANTS[row.variant][1]}))],
+        }
     saves = any(isinstance(callback, ModelCheckpoint) for callback in options["callbacks"])
     return Trainer(accelerator="cpu", devices=row.world_size, enable_checkpointing=saves, **quiet, **options)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, Transformer
 
 SCENARIOS: dict[str, Callable[[], Any]] = {}
@@ -29,9 +30,9 @@ def slow_scenario(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def fit(module: LightningModule, data: Any, strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
-    settings = {"precision": "32-true", "flash_attention": "off", "log": False, **options.pop("plugin", {})}
+    settings = {"precision": "32-true", "flash_attention": "off", "report": False, **options.pop("plugin", {})}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    given: dict[str, Any] = {"max_steps": 3, "plugins": [AccelPlugin(**settings)], **options}
+    given: dict[str, Any] = {"max_steps": 3, "plugins": [AccelPlugin.from_plan(Plan().replace(**settings))], **options}
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

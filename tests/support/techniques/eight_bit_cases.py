@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.host import Host
 from lightning_accel.memory import eight_bits
 
@@ -24,12 +24,14 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)).to(dtype)
 
 
-def started(optimizer: Optimizer, model: nn.Module, **settings: Any) -> Handle:
-    plan = Plan(**OTHERS_OFF, **{"optimizer_8bit": "on", "tune": "off", **settings})
+def started(optimizer: Optimizer, model: nn.Module, **settings: Any) -> AcceleratedModel:
+    plan = Plan().replace(**OTHERS_OFF, **{"optimizer_8bit": "on", "trust": "checked", **settings})
     return accelerate(model, plan, optimizers=optimizer, host=Host(kind="cpu", device_name="a CPU"))
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int = 10, handle: Handle | None = None) -> list[float]:
+def train(
+    model: nn.Module, optimizer: Optimizer, steps: int = 10, handle: AcceleratedModel | None = None
+) -> list[float]:
     """A regression; its losses."""
     generator = torch.Generator().manual_seed(1)
     dtype = next(model.parameters()).dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.assembly import AcceleratedModel, accelerate
 from lightning_accel.settings import Plan
 
 MODES = ["full", "selective"]
@@ -21,12 +21,14 @@ MODES = ["full", "selective"]
 IN_FORCE_NOWHERE = pytest.mark.filterwarnings("ignore:.* is not in force anywhere")
 
 
-def checkpointed(model: nn.Module, mode: str = "full", blocks: list[str] | None = None, **settings: Any) -> Handle:
+def checkpointed(
+    model: nn.Module, mode: str = "full", blocks: list[str] | None = None, **settings: Any
+) -> AcceleratedModel:
     setting: Any = {"mode": mode, "blocks": blocks} if blocks else mode
     host = settings.pop("host", None)
     quiet: dict[str, Any] = {"precision": "32-true", "memory_format": "off", "inplace_activations": False}
     quiet["flash_attention"] = "off"  # whose trial goes by the clock
-    return accelerate(model, Plan(**{**quiet, **settings}, gradient_checkpointing=setting), host=host)
+    return accelerate(model, Plan().replace(**{**quiet, **settings}, gradient_checkpointing=setting), host=host)
 
 
 class Base(nn.Module):
@@ -82,7 +84,7 @@ class Chain(nn.Module):
         return x
 
 
-def trained(model: nn.Module, handle: Handle | None, steps: int = 3) -> dict[str, Tensor]:
+def trained(model: nn.Module, handle: AcceleratedModel | None, steps: int = 3) -> dict[str, Tensor]:
     """Weights and buffers after some steps, and the random number drawn next."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel import MemorySchedule, Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.memory.meter import meter_for
 from lightning_accel.memory.schedule import FixedMemory, state_of
 
@@ -48,7 +48,7 @@ class Stack(nn.Module):
         return x
 
 
-_handles: list[Handle] = []
+_handles: list[AcceleratedModel] = []
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ class Loop:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         checkpointing = {"memory_budget": budget} if budget else {}
-        self.handle: Handle = accelerate(model, Plan(**{**PLAIN, **checkpointing, **settings}))
+        self.handle: AcceleratedModel = accelerate(model, Plan().replace(**{**PLAIN, **checkpointing, **settings}))
         _handles.append(self.handle)
         self.rows = rows
         self.data = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.assembly import Handle, accelerate
+from lightning_accel.assembly import AcceleratedModel, accelerate
 from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.settings import Plan
 
@@ -20,16 +20,18 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 IN_FORCE_NOWHERE = pytest.mark.filterwarnings("ignore:.* is not in force anywhere")
 
 
-def laid_out(model: nn.Module, setting: str = "channels_last", **settings: Any) -> Handle:
+def laid_out(model: nn.Module, setting: str = "channels_last", **settings: Any) -> AcceleratedModel:
     quiet: dict[str, Any] = {"precision": "32-true", "inplace_activations": False, "memory_format": setting}
-    return accelerate(model, Plan(**{**quiet, **settings}))
+    return accelerate(model, Plan().replace(**{**quiet, **settings}))
 
 
 def is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=FORMATS[tensor.dim()]) and not tensor.is_contiguous()
 
 
-def step(model: nn.Module, handle: Handle | None, inputs: Any, call: Callable[..., Tensor] | None = None) -> Tensor:
+def step(
+    model: nn.Module, handle: AcceleratedModel | None, inputs: Any, call: Callable[..., Tensor] | None = None
+) -> Tensor:
     """One training step without an optimizer; the loss."""
     model.zero_grad()
     with handle.step() if handle else nullcontext():
@@ -39,7 +41,7 @@ def step(model: nn.Module, handle: Handle | None, inputs: Any, call: Callable[..
     return loss.detach()
 
 
-def assert_same_step(model: nn.Module, handle: Handle, plain: nn.Module, inputs: Any) -> None:
+def assert_same_step(model: nn.Module, handle: AcceleratedModel, plain: nn.Module, inputs: Any) -> None:
     torch.testing.assert_close(step(model, handle, inputs), step(plain, None, inputs))
     torch.testing.assert_close(
         [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], rtol=1e-4, atol=1e-6

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionCall
@@ -173,10 +173,10 @@ def batch(size: int, length: int) -> Tensor:
     return x
 
 
-def fused(module: nn.Module, x: Tensor, backend: str = "sdpa") -> Handle:
+def fused(module: nn.Module, x: Tensor, backend: str = "sdpa") -> AcceleratedModel:
     """Flash attention and nothing else, in force; a backend that is named, however fast it is."""
     settings = {"flash_attention": backend, "tune": "auto" if backend == "auto" else "off"}
-    plan = Plan(**settings, precision="32-true", memory_format="off", inplace_activations=False)
+    plan = Plan().replace(**settings, precision="32-true", memory_format="off", inplace_activations=False)
     handle = accelerate(module, plan)
     for _ in range(2):
         with handle.step():

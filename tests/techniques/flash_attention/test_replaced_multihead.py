@@ -53,7 +53,7 @@ def test_modules_are_known_for_what_they_are_when_their_name_means_another(monke
 
     model = Model()
     monkeypatch.setattr(nn, "MultiheadAttention", Counting)
-    handle = accelerate(model, Plan(precision="32-true", flash_attention="sdpa"))
+    handle = accelerate(model, Plan(precision="32-true", techniques={"flash_attention": "sdpa"}))
     with handle.step():
         loss = model(torch.randn(2, 5, 8)).sum()
     loss.backward()

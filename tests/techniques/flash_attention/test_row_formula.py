@@ -56,7 +56,9 @@ def trained(kernel: Callable[[AttentionCall], Tensor], monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(EXAMPLES)
     torch.manual_seed(0)
     model = importlib.import_module("bytes_gpt").BytesGPT(dim=128, depth=2, num_heads=4, seq_len=256)
-    handle = accelerate(model, Plan(**off() | {"flash_attention": "sdpa", "precision": "bf16-mixed", "tune": "off"}))
+    handle = accelerate(
+        model, Plan().replace(**off() | {"flash_attention": "sdpa", "precision": "bf16-mixed", "trust": "checked"})
+    )
     for _ in range(2):
         tokens = torch.randint(0, 256, (4, 256))
         with handle.step():

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.settings import Plan
 from support.techniques.flash_attention.technique_runs import ALONE, Discards, Layer, Stack, batch, clock, start, step
 
 pytestmark = pytest.mark.numbers
@@ -135,7 +136,7 @@ def fit(plugin: AccelPlugin | None, steps: int = 6, **options: Any) -> tuple[Any
 
 
 def test_a_run_trains_as_it_did() -> None:
-    plugin = AccelPlugin(**ALONE, flash_attention="sdpa", log=False)
+    plugin = AccelPlugin.from_plan(Plan().replace(**ALONE, flash_attention="sdpa", report=False))
     module, _ = fit(plugin)
     plain, _ = fit(None)
     assert module.losses == pytest.approx(plain.losses, rel=1e-4)
@@ -145,10 +146,10 @@ def test_a_run_trains_as_it_did() -> None:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_resumed_run_decides_as_before_without_a_trial(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, speed=2.0)
-    _, trainer = fit(AccelPlugin(**ALONE, log=False), steps=3)
+    _, trainer = fit(AccelPlugin.from_plan(Plan().replace(**ALONE, report=False)), steps=3)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     timed = clock(monkeypatch, speed=0.1)
-    resumed = AccelPlugin(**ALONE, log=False)
+    resumed = AccelPlugin.from_plan(Plan().replace(**ALONE, report=False))
     module, _ = fit(resumed, ckpt_path=tmp_path / "half.ckpt")
     assert not timed
     assert len(resumed.report.applied("flash_attention")) == 3

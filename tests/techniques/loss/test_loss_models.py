@@ -18,6 +18,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.core.host import Host
 from lightning_accel.engine import Engine
 from lightning_accel.experiment.tolerance import deviation
+from lightning_accel.settings import Plan
 from lightning_accel.techniques.loss import technique
 from support.gpu_sizes import on_gpu
 from support.huggingface_models import VOCABULARY, tiny_models
@@ -135,7 +136,7 @@ def fitted(module: Language, make_trainer: Callable[..., Trainer], *plugins: Any
 
 
 def plugin(**settings: Any) -> AccelPlugin:
-    return AccelPlugin(precision="32-true", tune="off", log=False, **settings)
+    return AccelPlugin.from_plan(Plan().replace(precision="32-true", trust="checked", report=False, **settings))
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")

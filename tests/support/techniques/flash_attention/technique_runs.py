@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.assembly import Handle
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.techniques.flash_attention.technique import FlashAttention
 from support.attention_zoo import FOUND
@@ -54,11 +54,11 @@ class Discards(nn.Module):
         return out
 
 
-def start(model: nn.Module, setting: Any = "sdpa", **settings: Any) -> Handle:
-    return accelerate(model, Plan(**{**ALONE, "flash_attention": setting, **settings}))
+def start(model: nn.Module, setting: Any = "sdpa", **settings: Any) -> AcceleratedModel:
+    return accelerate(model, Plan().replace(**{**ALONE, "flash_attention": setting, **settings}))
 
 
-def step(model: nn.Module, handle: Handle | None, x: Tensor) -> list[Tensor]:
+def step(model: nn.Module, handle: AcceleratedModel | None, x: Tensor) -> list[Tensor]:
     """The loss and the gradients of one training step."""
     model.zero_grad()
     if handle is None:
@@ -74,7 +74,7 @@ def batch(size: int = 4, length: int = 16) -> Tensor:
     return torch.randn(size, length, 32)
 
 
-def choices(handle: Handle, site: str = "layers.0") -> dict[str, str]:
+def choices(handle: AcceleratedModel, site: str = "layers.0") -> dict[str, str]:
     technique = handle.engine.technique(FlashAttention)
     assert technique is not None
     return technique._dispatches[site].choices

@@ -63,7 +63,7 @@ def test_the_best_weights_and_not_the_last_are_exported_beside_the_checkpoint(
 def test_the_best_weights_are_exported_in_int8_by_calibration_data(
     precision: Any, make_trainer: Callable[..., Trainer]
 ) -> None:
-    best, plugin = ExportBest("torchscript", precision=precision, calibration=data()), AccelPlugin(tune="off")
+    best, plugin = ExportBest("torchscript", precision=precision, calibration=data()), AccelPlugin(trust="checked")
     trainer = make_trainer(callbacks=[keeper(), best], plugins=[plugin], enable_checkpointing=True)
     trainer.fit(Worsening(mlp()), data(), data())
     assert best.exported is not None, plugin.report.notes

@@ -40,8 +40,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from lightning.pytorch import Trainer
 
     traces = TraceCallback(steps=[6, 7])
-    checkpointing = {"mode": "full", "blocks": ["blocks.0"]}
-    plugin = AccelPlugin(precision="bf16-mixed", memory={"checkpoint": checkpointing}, trust="checked", report=False)
+    memory = {"checkpoint": "full", "blocks": ["blocks.0"]}
+    plugin = AccelPlugin(precision="bf16-mixed", memory=memory, trust="checked", report=False)
     quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
     folder = tmp_path_factory.mktemp("traced")
     trainer = Trainer(

@@ -31,7 +31,7 @@ from lightning_accel.claims.claim import Missing, NotHereError, Target
 from lightning_accel.claims.measure import interleaved_ms, timed_ms
 from lightning_accel.claims.record import Row, measured
 from lightning_accel.core.host import Host
-from lightning_accel.deploy import int8, quantize
+from lightning_accel.deploy import quantize, quantizing
 from support.simulated_hosts import SIMULATED_HOSTS
 
 pytestmark = pytest.mark.numbers
@@ -308,8 +308,8 @@ def test_where_pytorch_does_not_quantise_fp16_is_measured_and_int8_said_to_be_mi
     def nothing(*given: Any) -> Any:
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack")
 
-    monkeypatch.setattr(int8, "dynamic", nothing)
-    monkeypatch.setattr(int8, "static", lambda ranges: nothing)
+    for mode in ("int8-dynamic", "int8-static"):
+        monkeypatch.setitem(quantizing._CONVERT, mode, nothing)
     found = measured(row_10_int8.CLAIM, row_10_int8.measure)
     assert not found.has_failed, found.why
     assert [gap.condition for gap in found.missing] == ["dynamic INT8", "static INT8"]

@@ -93,7 +93,7 @@ def test_checkpointing_is_in_the_trainer_and_lowers_the_peak(capsys: pytest.Capt
     shape = ["--params", "7e9", "--gpus", "8", "--seq-len", "4096", "--batch-size", "2", "--vocab", "32000"]
     kept = printed_by(capsys, *shape)
     recomputed = printed_by(capsys, *shape, "--checkpointing", "full")
-    assert 'gradient_checkpointing="full"' in recomputed
+    assert 'memory={"checkpoint": "full"}' in recomputed
     assert float(row(recomputed, "peak")[-1]) < float(row(kept, "peak")[-1])
 
 
@@ -136,7 +136,7 @@ def test_what_is_no_positive_whole_number_is_refused(
     [
         (["--optimizer", "adan"], "argument --optimizer: invalid choice: 'adan'"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
-        (["--memory", "80"], "memory='80' has no unit. Did you mean '80GiB'?"),
+        (["--memory", "80"], "memory='80': 80 what? '80GiB'"),
         (["--memory", "-3GiB"], "memory='-3GiB' is not positive"),
         (["--memory", "lots"], "memory='lots' is no amount of memory"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_accel.callbacks import _interval, _phase_sampler
+from lightning_accel.callbacks import _fit_timeline, _phase_sampler
 from lightning_accel.callbacks._phase_sampler import EVERY, HOLD_AT
 from lightning_accel.core.clocks import EventClock
 from lightning_accel.evidence.phase_names import BACKWARD, FORWARD, IDLE
@@ -43,7 +43,7 @@ class Computes(Model):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    monkeypatch.setattr(_interval, "clock_for", lambda _: EventClock(device.new_event))
+    monkeypatch.setattr(_fit_timeline, "clock_for", lambda _: EventClock(device.new_event))
     monkeypatch.setattr(_phase_sampler, "hold_device", lambda ms: device.launch(100))
     return device
 

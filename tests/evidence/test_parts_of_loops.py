@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.callbacks import _interval, _phase_sampler
+from lightning_accel.callbacks import _fit_timeline, _phase_sampler
 from lightning_accel.callbacks._phase_patch import PARTS
 from lightning_accel.core.clocks import HostClock
 from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
@@ -153,7 +153,7 @@ LOOPS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, float] | None]] =
 @pytest.mark.parametrize("loop", LOOPS)
 def test_parts_add_up_to_all_of_a_step(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the steps is looked at, but for the first and the one that is taken apart."""
-    monkeypatch.setattr(_interval, "clock_for", lambda _: SimulatedClock())
+    monkeypatch.setattr(_fit_timeline, "clock_for", lambda _: SimulatedClock())
     monkeypatch.setattr(_phase_sampler, "EVERY", 1)
     make, parts_ms = LOOPS[loop]
     fit(**{"data": batches(), **make()}, logger=Folder(tmp_path))

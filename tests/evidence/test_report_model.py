@@ -119,10 +119,8 @@ def test_the_verdict_names_the_next_action_and_what_it_would_bring() -> None:
 
 def test_memory_that_would_be_freed_is_told_in_bytes() -> None:
     page = page_of(record_of())
-    assert (
-        page.verdict
-        == '50% of a step\'s peak are logits and what their loss keeps: AccelPlugin(techniques={"loss": "on"}) would free 425.0 MiB.'
-    )
+    said = "50% of a step's peak are logits and what their loss keeps"
+    assert page.verdict == f'{said}: AccelPlugin(techniques={{"loss": "on"}}) would free 425.0 MiB.'
 
 
 def test_of_a_run_without_memory_the_verdict_is_why_it_could_not_go_on() -> None:

@@ -28,7 +28,7 @@ from bytes_gpt import BytesGPT, StdlibText
 from digits import Digits, DigitsNet
 
 STEPS = 10
-EVERYTHING: dict[str, Any] = {"gradient_checkpointing": "full", "compile": "on", "log": True}
+EVERYTHING: dict[str, Any] = {"gradient_checkpointing": "full", "compile": "on", "report": True}
 
 
 def losses(network: type[LightningModule], **options: Any) -> list[float]:

@@ -92,7 +92,7 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
         handle = accelerate(model, Plan().replace(**NOTHING, **ASKED_FOR), host=host)
     assert trained(model, handle) == pytest.approx(trained(plain, None), rel=1e-5)
     for setting, value in ASKED_FOR.items():
-        is_had = forecasts[f'{setting}="{value}"'].acts
+        is_had = forecasts[f"{setting}: {value}"].acts
         assert handle.report.of(setting).is_on is is_had
         assert sum(str(warning.message).startswith(f"{setting}: ") for warning in said) == (not is_had)
     handle.undo()
@@ -102,7 +102,7 @@ def test_all_that_is_asked_for_trains_but_for_what_is_not_to_be_had_each_a_warni
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_offloading", "sparse_activations", "compile"])
 def test_strict_makes_an_error_of_what_is_not_to_be_had(host: Host, name: str) -> None:
     setting = {**ASKED_FOR, "compile": "on"}[name]
-    forecast = when_asked(host, ExampleModel())[f'{name}="{setting}"']
+    forecast = when_asked(host, ExampleModel())[f"{name}: {setting}"]
     with nullcontext() if forecast.acts else pytest.raises(AccelError, match=rf"{name}: .*\(strict=True\)"):
         accelerate(ExampleModel(), Plan().replace(**NOTHING, **{name: setting}, strict=True), host=host).undo()
 

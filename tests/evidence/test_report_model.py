@@ -46,7 +46,7 @@ def test_the_first_line_has_run_model_date_speed_beside_plain_time_saved_and_wha
         "speed now": "400 samples/s",
         "plain": "266.7 samples/s",
         "time saved": "320 ms",
-        "next": 'AccelPlugin(loss="on") would free 425.0 MiB',
+        "next": 'AccelPlugin(techniques={"loss": "on"}) would free 425.0 MiB',
     }
     assert page_of(record_of()).facts["plain"] == "this run is plain"
     assert page_of(tuned_record(1.0, 0.9, 1.1, {})).facts["time saved"] == "none"
@@ -87,7 +87,7 @@ def test_what_trials_have_settled_is_in_the_settings_to_copy() -> None:
 def test_what_trials_have_settled_without_is_off_in_the_settings_to_copy() -> None:
     report = report_of(flash_attention={"rests": True}, optimizer={"on": True}, tuning=tuned(0.9, 0.8, 1.0, {}))
     page = page_of(with_header(record_of(report=report), settings=WITH_PLUGIN))
-    assert page.settings["python"] == "Trainer(plugins=[AccelPlugin(flash_attention='off')])"
+    assert page.settings["python"] == "Trainer(plugins=[AccelPlugin(techniques={'flash_attention': 'off'})])"
 
 
 def test_a_precision_that_trials_have_switched_off_is_not_told_as_that_of_the_run() -> None:
@@ -119,10 +119,8 @@ def test_the_verdict_names_the_next_action_and_what_it_would_bring() -> None:
 
 def test_memory_that_would_be_freed_is_told_in_bytes() -> None:
     page = page_of(record_of())
-    assert (
-        page.verdict
-        == '50% of a step\'s peak are logits and what their loss keeps: AccelPlugin(loss="on") would free 425.0 MiB.'
-    )
+    said = "50% of a step's peak are logits and what their loss keeps"
+    assert page.verdict == f'{said}: AccelPlugin(techniques={{"loss": "on"}}) would free 425.0 MiB.'
 
 
 def test_of_a_run_without_memory_the_verdict_is_why_it_could_not_go_on() -> None:

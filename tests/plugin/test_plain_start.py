@@ -168,7 +168,7 @@ def test_what_a_subclass_overrides_is_called_in_every_step() -> None:
             return super().convert_input(data)
 
     with begun(2.0) as time:
-        plugin = Counts(report=False, **OTHERS_OFF)
+        plugin = Counts.from_plan(Plan().replace(report=False, **OTHERS_OFF))
         trainer = Trainer(plugins=[plugin], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
         fit(Beginner(time), 20, trainer=trainer)
     assert Counts.count == 20
@@ -389,7 +389,7 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
         time.noise = 0.0
         monkeypatch.setattr(clocks, "monotonic", lambda: time.now_ms / 1e3)
         model = Counting(time)
-        plugin = fit(model, steps // 2, max_epochs=2, logger=CSVLogger(tmp_path), accel={"log": True})
+        plugin = fit(model, steps // 2, max_epochs=2, logger=CSVLogger(tmp_path), accel={"report": True})
         model.note(plugin)
     unpaid_s = list(map(operator.sub, model.beside_s, model.paid_s))
     # What stands around every step, once all is settled, makes that longer, and is no expense of the run.
@@ -408,7 +408,7 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
 
 def test_the_report_tells_of_logging_among_what_was_paid(tmp_path: Path) -> None:
     with begun(0.7) as time, calls_take_time(time):
-        plugin = fit(Beginner(time), 1_200, logger=CSVLogger(tmp_path), accel={"log": True})
+        plugin = fit(Beginner(time), 1_200, logger=CSVLogger(tmp_path), accel={"report": True})
     (line,) = (line for line in str(plugin.report).splitlines() if "paid so far" in line)
     assert "logging" in line
 

@@ -142,7 +142,7 @@ def test_gradients_that_nobody_reads_go_before_those_of_the_parts_come(make_trai
             return loss
 
     # The plugin's own logger has a hook there, and reads no gradients.
-    model, *_ = fit(make_trainer, Looks(), Batches(sizes=[2, 5]), settings={"log": True})
+    model, *_ = fit(make_trainer, Looks(), Batches(sizes=[2, 5]), settings={"report": True})
     assert model.held == [False, False, True]  # first step; first part of the second; its second part
 
 

@@ -141,7 +141,7 @@ def test_without_techniques_there_is_nothing_around_a_step(make_trainer: Callabl
             entered.append(type(context).__name__)
             return context
 
-    make_trainer(max_steps=3, plugins=[Watched(report=False, **OFF)]).fit(
+    make_trainer(max_steps=3, plugins=[Watched.from_plan(Plan().replace(report=False, **OFF))]).fit(
         Counted(linear()), DataLoader(TensorDataset(torch.ones(12, 8)), batch_size=4)
     )
     assert entered == ["nullcontext"] * 3

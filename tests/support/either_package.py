@@ -87,7 +87,7 @@ class Runs:
     def held(self) -> dict[str, Any]:
         trainer, plain = self.fit()
         trainer.save_checkpoint(self.folder / "plain.ckpt")
-        plugin = UsersPlugin(**BLOCK)
+        plugin = UsersPlugin.from_plan(Plan().replace(**BLOCK))
         trainer, fast = self.fit(plugins=[plugin])
         trainer.save_checkpoint(self.folder / "fast.ckpt")
         copied = pickle.loads(pickle.dumps(plugin))

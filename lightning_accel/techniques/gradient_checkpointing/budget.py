@@ -61,7 +61,7 @@ def _conflicts(settings: MemoryBudgetOptions, all_settings: Mapping[str, Any], v
     exactness="exact",
 )
 class MemoryBudget(GradientCheckpointing):
-    """Fits a training step into a budget: ``memory_budget="12GiB"``."""
+    """Fits a training step into a budget: ``memory="12GiB"``."""
 
     traits = replace(
         GradientCheckpointing.traits,

@@ -279,7 +279,7 @@ def ranks(folder: Path) -> dict[str, Any]:
     """Of two ranks, the second has no memory."""
 
     def be(rank: int) -> None:
-        options = {"strategy": "ddp", "devices": 2, "settings": {"log": True}}
+        options = {"strategy": "ddp", "devices": 2, "settings": {"report": True}}
         said = fit(Deep, 150 if rank else 4000, **options, default_root_dir=folder / f"rank {rank}")[-1]
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         (folder / f"rank {rank}.json").write_text(json.dumps(said))

@@ -179,7 +179,7 @@ def test_on_two_ranks_averaged_gradients_are_those_of_plain_runs(tmp_path: Path)
 
 def test_sharded_over_processes_it_is_not_there_and_says_why() -> None:
     model = LanguageModel()
-    loss = technique.Loss(technique.LossPlan(), None)  # type: ignore[arg-type]
+    loss = technique.Loss("auto", None)  # type: ignore[arg-type]
     loss.run.on_by_default = True
     engine = Engine(model, Host.detect("cpu"), [loss], is_sharded=True)
     assert "a head's weight is whole only while the head is called" in engine.report.of("loss").status

@@ -112,8 +112,8 @@ class FitOutcome:
     def settings(self) -> dict[str, Any]:
         """What is on, of which TensorBoard shows a few columns at first."""
         plan = getattr(self.trainer.precision_plugin, "plan", None)
-        given = plan.to_dict() if isinstance(plan, Plan) else {}
-        return {f"{PREFIX}{name}": _plain(value) for name, value in given.items() if value and value != "off"}
+        given = plan.settings() if isinstance(plan, Plan) else {}
+        return {f"{PREFIX}{name}": _plain(value) for name, value in given.items() if not plan.is_off(name)}
 
     def compared(self) -> dict[str, dict[str, Any]]:
         """By name everything that its live trials compared."""

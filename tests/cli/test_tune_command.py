@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
     "trainer": {"accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False},
     "model": {"class_path": "support.search_runs.Sleeper", "init_args": {"step_s": 0.05}},
     "data": {"class_path": "support.search_runs.Samples", "init_args": {"batch_size": 16}},
-    "accel": {"compile": "off", "threads": 1, "trust": "checked"},
+    "accel": {"compile": "off", "techniques": {"threads": 1}, "trust": "checked"},
     "tuning": {"objective": "speed"},
 }
 

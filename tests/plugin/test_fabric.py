@@ -40,10 +40,9 @@ def trained(plugins: list[Any], *, net: nn.Module | None = None, accumulate: int
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loop_trains_to_the_same_numbers(accumulate: int) -> None:
-    blocks = {"mode": "full", "blocks": ["0", "3"]}
     plugin = AccelFabricPlugin(
         precision="32-true",
-        memory={"checkpoint": blocks},
+        memory={"checkpoint": "full", "blocks": ["0", "3"]},
         techniques={"optimizer": "off", "memory_format": "off"},
         trust="checked",
     )

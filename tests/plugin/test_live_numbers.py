@@ -84,10 +84,10 @@ BY_NORM, BY_VALUE = {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.01, "gra
 def test_schedules_clipping_and_averages_come_out_the_same(callbacks: str, clipping: dict[str, Any]) -> None:
     trained = []
     with simulated(1.5) as time:
-        for tune in ("auto", "off"):
+        for trust in ("measured", "checked"):
             torch.manual_seed(0)
             model = Scheduled(time)
-            fit(model, 150, accel={"tune": tune}, callbacks=CALLBACKS[callbacks](), **clipping)
+            fit(model, 150, accel={"trust": trust}, callbacks=CALLBACKS[callbacks](), **clipping)
             trained.append((model, len(Speed.latest.switches)))
     (live, switches), (plain, none) = trained
     assert switches > 10
@@ -100,11 +100,11 @@ def test_an_average_is_validated_in_the_middle_of_the_trials() -> None:
     """The averaging callback swaps the weights around every validation."""
     trained = []
     with simulated(1.5) as time:
-        for tune in ("auto", "off"):
+        for trust in ("measured", "checked"):
             torch.manual_seed(0)
             model = Scheduled(time)
             val = DataLoader(TensorDataset(torch.ones(4, 8)), batch_size=4)
             averaging = EMAWeightAveraging(decay=0.9)
-            fit(model, 150, accel={"tune": tune}, callbacks=[averaging], val=val, val_check_interval=7)
+            fit(model, 150, accel={"trust": trust}, callbacks=[averaging], val=val, val_check_interval=7)
             trained.append(model)
     assert torch.equal(trained[0].layer.weight, trained[1].layer.weight)

@@ -303,7 +303,7 @@ def test_a_folder_that_cannot_be_written_to_ends_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log", [True, False])
 def test_the_loggers_are_told_where_there_is_to_be_logging(tmp_path: Path, log: bool) -> None:
     with simulated(1.5) as time:
-        fit(Timed(time), 200, logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1), accel={"log": log})
+        fit(Timed(time), 200, logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1), accel={"report": log})
     assert log == any("accel/tuning/ratio" in path.read_text() for path in tmp_path.rglob("metrics.csv"))
 
 
@@ -321,10 +321,10 @@ def test_after_the_run_the_report_is_data() -> None:
     assert json.loads(plugin.report.to_json())["techniques"]["tuning"]["on"]
 
 
-@pytest.mark.parametrize("value", ["always", "Auto", 3, None])
+@pytest.mark.parametrize("value", ["always", "Measured", 3, None])
 def test_an_unknown_setting_is_named(value: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"tune=.*Allowed: 'auto', 'off'"):
-        AccelPlugin(trust="measured" if value == "auto" else "checked")
+    with pytest.raises((ValueError, TypeError), match=r"trust=.*Allowed: 'measured', 'checked', 'unchecked'"):
+        AccelPlugin(trust=value)
 
 
 def test_one_plugin_serves_several_fits() -> None:

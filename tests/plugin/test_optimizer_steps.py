@@ -148,7 +148,7 @@ class Slow(LightningModule):
 def test_the_runs_own_steps_decide_where_nothing_else_is_in_force(fused_ms: float, ends: bool | None) -> None:
     with simulated(1.0) as time:
         model = Slow(time, fused_ms)
-        one = fit(model, 300, accel=off() | {"optimizer": "auto", "tune": "auto", "speed": "off"})
+        one = fit(model, 300, accel=off() | {"optimizer": "auto", "trust": "measured", "speed": "off"})
     assert {True, None} <= set(model.flags)
     assert model.flags[-1] is ends
     chosen = "fused" if ends else "foreach"

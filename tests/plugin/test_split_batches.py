@@ -165,7 +165,7 @@ def test_a_resumed_run_begins_split_if_that_is_still_wished(
 ) -> None:
     _, trainer, _ = fit(make_trainer, Tight(FITS))
     trainer.save_checkpoint(tmp_path / "split.ckpt")
-    options = {"ckpt_path": tmp_path / "split.ckpt", "max_epochs": 2, "settings": {"out_of_memory": setting}}
+    options = {"ckpt_path": tmp_path / "split.ckpt", "max_epochs": 2, "settings": {"memory": {"on_oom": setting}}}
     resumed, _, plugin = fit(make_trainer, Tight(), **options)
     assert resumed.calls[1:3] == ([(1, 3), (1, 2)] if setting == "split" else [(1, 5), (2, 4)])
     is_told = any("without memory.on_oom='split'" in note for note in plugin.report.notes)

@@ -107,7 +107,7 @@ class Runs:
             refused = str(error)
         cli = AccelCLI(
             self.kind,
-            args=["fit", "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--accel.tune=off"],
+            args=["fit", "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--accel.trust=checked"],
             save_config_callback=None,
         )
         mixed = self.package.plugins.precision.MixedPrecision

@@ -316,10 +316,10 @@ def test_a_block_that_is_compiled_anew_again_and_again_is_given_back(compiler: C
     handle.undo()
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_the_report_counts_graphs_and_those_compiled_anew(compiler: Compiler, verify: bool) -> None:
+@pytest.mark.parametrize("trust", ["checked", "unchecked"])
+def test_the_report_counts_graphs_and_those_compiled_anew(compiler: Compiler, trust: str) -> None:
     model = blocks(2.0, 2.0)
-    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "on", "verify": verify}), host=CPU)
+    handle = accelerate(model, Plan().replace(**OTHERS_OFF | {"compile": "on", "trust": trust}), host=CPU)
     for size in (3, 3, 3, 5):
         train(handle, size)
     assert compiler.graphs > 1
@@ -374,7 +374,7 @@ def test_a_deterministic_run_does_not_decide_by_the_clock(determinism_restored: 
 
 
 def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compiler) -> None:
-    plan = Plan().replace(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
+    plan = Plan().replace(**OTHERS_OFF | {"compile": "auto", "trust": "measured"})
     handle = accelerate(blocks(2.0, 2.0), plan, steps=10_000_000, host=CPU)  # which can afford it
     for _ in range(20):
         train(handle)
@@ -386,7 +386,7 @@ def test_live_trials_of_a_loop_ask_for_it_and_note_what_it_took(compiler: Compil
 
 
 def test_a_short_loop_is_told_that_it_cannot_afford_it(compiler: Compiler) -> None:
-    plan = Plan().replace(**OTHERS_OFF | {"compile": "auto", "tune": "auto"})
+    plan = Plan().replace(**OTHERS_OFF | {"compile": "auto", "trust": "measured"})
     handle = accelerate(blocks(2.0, 2.0), plan, steps=100, host=CPU)
     for _ in range(20):
         train(handle)

@@ -18,6 +18,7 @@ from lightning_accel.evidence.step_breakdown import MemoryPeak
 from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
@@ -113,7 +114,8 @@ class FitOutcome:
         """What is on, of which TensorBoard shows a few columns at first."""
         plan = getattr(self.trainer.precision_plugin, "plan", None)
         given = plan.settings() if isinstance(plan, Plan) else {}
-        return {f"{PREFIX}{name}": _plain(value) for name, value in given.items() if not plan.is_off(name)}
+        values = {name: declarations()[name].switch(value) for name, value in given.items()}
+        return {f"{PREFIX}{name}": _plain(value) for name, value in values.items() if value and value != "off"}
 
     def compared(self) -> dict[str, dict[str, Any]]:
         """By name everything that its live trials compared."""

@@ -54,7 +54,7 @@ def build_context(
         technique = declaration.technique.from_settings(settings, around)
         if technique is not None:
             run, is_auto = technique.run, declaration.switch(settings) == "auto"
-            run.verify, run.timed = plan.trust != "unchecked", plan.trust == "measured"
+            run.verify, run.timed = plan.trust != "unchecked", plan.trust != "checked"
             run.on_by_default = settings == declaration.default
             run.explicit = not (run.on_by_default or is_auto)
             around.techniques.append(technique)

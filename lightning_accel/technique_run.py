@@ -153,7 +153,7 @@ class TechniqueRun:
 
     def arm(self) -> Arm | None:
         """What live trials may switch; None if nothing, or while it is still to be tried itself."""
-        if self.context.live is None or self.record.state == "waiting":
+        if self.context.live is None or (self.record.state == "waiting" and self.context.verify):
             return None
         patches = [*self.patches, *self.optimizer_patches]
         choices = tuple(dict.fromkeys(variant for patch in patches for variant in patch.variants))

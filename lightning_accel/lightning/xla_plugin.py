@@ -23,9 +23,9 @@ from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan, without_answers
 from lightning_accel.techniques.mixed_precision import Autocast, resolve_precision
 
-_NO_TRIALS = "tune: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
+_NO_TRIALS = "trust: a clock beside XLA times how it records a step, and a switch compiles anew: nothing is tried"
 _NO_ANSWERS = (
-    "out_of_memory: XLA runs a step once it is recorded as a whole, and none can be repeated: where memory runs out,"
+    "memory.on_oom: XLA runs a step once it is recorded as a whole, and none can be repeated: where memory runs out,"
     " the run ends with XLA's error. Smaller batches, or torch_xla.utils.checkpoint, need less"
 )
 

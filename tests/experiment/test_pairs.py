@@ -19,6 +19,8 @@ from lightning_accel.experiment.screening import PAIRS, LatestTimes, fastest, sc
 from lightning_accel.search import heap_trial, judging
 from lightning_accel.tuning.trial_scheduler import ALPHA
 
+pytestmark = pytest.mark.numbers
+
 Noise = Callable[[Generator, int], NDArray[np.float64]]
 
 

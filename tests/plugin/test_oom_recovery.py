@@ -114,7 +114,7 @@ def test_the_page_names_who_asked_and_who_held_what_and_what_would_fit(said: Cal
     held = [line.split("  ")[1] for line in page if line.endswith("iB")]
     assert held[:2] == ["activations, and all else in this process", "the batch"]
     assert {"parameters", "gradients"} <= set(held)
-    assert page[-3].startswith("  AccelPlugin(out_of_memory='split')  # about ")
+    assert page[-3].startswith("  AccelPlugin(memory=MemoryOptions(on_oom='split'))  # about ")
     assert page[-1].startswith("  DataLoader(batch_size=8192), Trainer(accumulate_grad_batches=2)  # about ")
 
 

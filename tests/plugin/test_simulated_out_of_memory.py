@@ -115,4 +115,4 @@ def test_what_only_another_run_can_have_is_not_passed_over_in_silence(make_train
     settings = {**ANSWER["settings"], "compile": "on"}
     page = ended(make_trainer, LayersOfForward(0), Batches(sizes=[16]), settings=settings)
     assert "change no number, but for what a run can have from its beginning only." in page
-    assert "memory.checkpoint='selective'" in page
+    assert "checkpoint='selective'" in page

@@ -1,4 +1,4 @@
-"""``out_of_memory="split"``: a batch that does not fit goes through its step in parts, which the run does not notice.
+"""``on_oom="split"``: a batch that does not fit goes through its step in parts, which the run does not notice.
 
 Memory is simulated here, and runs out for real in test_out_of_memory.py.
 """
@@ -215,7 +215,7 @@ class Shrinks(Tight):
 def test_the_page_names_what_was_put_on_before(make_trainer: MakeTrainer) -> None:
     page = ended(make_trainer, Shrinks(FITS), Batches(sizes=[5] * 5))
     assert "Training step 4 of epoch 0 ran out of memory in one of its parts: nothing is left" in page
-    assert "  memory.checkpoint='selective': in force (1 sites)\n" in page
+    assert "  memory=MemoryOptions(checkpoint='selective'): in force (1 sites)\n" in page
     assert "  memory.on_oom='split': batches in parts of at most 1 samples\n" in page
 
 
@@ -284,5 +284,5 @@ def test_gradients_that_were_added_to_earlier_ones_are_not_taken_back(make_train
 def test_without_the_wish_a_batch_is_never_split_and_the_page_names_it(make_trainer: MakeTrainer) -> None:
     page = ended(make_trainer, Tight(FITS), settings={"memory": {"on_oom": "answer"}})
     assert "nothing is left that would need less memory and change no number." in page
-    assert "  AccelPlugin(out_of_memory='split')  # about " in page
-    assert "    YAML: out_of_memory: split" in page
+    assert "  AccelPlugin(memory=MemoryOptions(on_oom='split'))  # about " in page
+    assert "    YAML: memory: {on_oom: split}" in page

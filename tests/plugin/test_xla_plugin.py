@@ -29,8 +29,8 @@ def test_float16_is_refused_with_the_reason() -> None:
 
 
 def test_a_misspelt_setting_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match="'paddin'; did you mean 'padding'"):
-        AccelXLAPlugin(paddin=64)
+    with pytest.raises(TypeError, match="'loder'; did you mean 'loader'"):
+        AccelXLAPlugin(loder="auto")
 
 
 PARAMETERS = [nn.Parameter(torch.zeros(2))]

@@ -67,7 +67,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "selective": {"gradient_checkpointing": "selective"},
 }
 OFF = dict.fromkeys(
-    ("compile", "threads", "tune", "flash_attention", "inplace_activations", "loss", "optimizer", "matmul_precision"),
+    ("compile", "threads", "flash_attention", "inplace_activations", "loss", "optimizer", "matmul_precision"),
     "off",
 )
 

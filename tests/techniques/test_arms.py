@@ -36,7 +36,7 @@ def started(**plan: Any) -> tuple[AcceleratedModel, nn.Module]:
     torch.manual_seed(0)
     model = Attention()
     settings = {"precision": "32-true", "memory_format": "off", "inplace_activations": "off", "flash_attention": "off"}
-    settings["tune"] = "off"  # the test does the switching
+    settings["trust"] = "checked"  # the test does the switching
     handle = accelerate(model, Plan().replace(**{**settings, **plan}))
     for _ in range(3):
         step(handle, model)

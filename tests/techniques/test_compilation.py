@@ -232,7 +232,7 @@ def test_a_mode_is_torchs(monkeypatch: pytest.MonkeyPatch, mode: CompileSetting)
 
     monkeypatch.setattr(compiled_blocks, "compile_call", compile_call)
     model = TinyTransformer()
-    handle = compiling(model, mode, verify=False)
+    handle = compiling(model, mode, trust="unchecked")
     run(model, handle)
     handle.undo()
     expected = torch._inductor.list_mode_options(mode)

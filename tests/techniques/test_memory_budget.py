@@ -81,7 +81,7 @@ def test_a_model_that_does_not_fit_itself_is_an_error_before_the_first_step() ->
 
 
 def test_a_fraction_is_one_of_the_device() -> None:
-    loop = Loop(Stack(), 0.9)
+    loop = Loop(Stack(), "90%")
     loop.run(SETTLED)
     assert loop.plan.budget_bytes > 2**27
     assert set(loop.plan.policies.values()) == {"keep"}
@@ -238,7 +238,7 @@ def test_on_a_gpu_the_allocators_own_peak_keeps_to_the_budget(share: float) -> N
     peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
     del plain
     asked = round(fixed + share * (peak - fixed))
-    loop = GpuLoop(memory_budget=asked)
+    loop = GpuLoop(memory_budget=f"{asked}B")
     assert [loop.step() for _ in range(SETTLED)] == pytest.approx(losses, rel=1e-5)
     assert loop.peak_bytes() <= asked
     loop.handle.undo()
@@ -246,7 +246,7 @@ def test_on_a_gpu_the_allocators_own_peak_keeps_to_the_budget(share: float) -> N
 
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
-    loop = GpuLoop(memory_budget=0.9)
+    loop = GpuLoop(memory_budget="90%")
     for _ in range(SETTLED):
         loop.step()
     planner = loop.handle.memory_schedule
@@ -264,7 +264,7 @@ def test_on_a_gpu_no_block_offloads_where_that_is_off() -> None:
     peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
     del plain
     asked = round(fixed + on_gpu(0.4, simulated=0.6) * (peak - fixed))
-    loop = GpuLoop(memory_budget=asked, activation_offloading="off")
+    loop = GpuLoop(memory_budget=f"{asked}B", activation_offloading="off")
     for _ in range(SETTLED):
         loop.step()
     assert loop.handle.memory_schedule is not None

@@ -151,7 +151,7 @@ def test_models_with_dropout_and_running_statistics_train_the_same(name: str) ->
     fixed = FixedMemory.of(probe.model).total
     asked = round(fixed + 0.85 * (peak_of(probe.step, probe.model, probe.optimizer) - fixed))
     plain = TaskLoop(task.model(), task)
-    loop = TaskLoop(task.model(), task, memory_budget=asked)
+    loop = TaskLoop(task.model(), task, memory_budget=f"{asked}B")
     assert [loop.step(i) for i in range(SETTLED)] == [plain.step(i) for i in range(SETTLED)]
     assert loop.handle.report.applied("memory_budget")
     state = plain.model.state_dict()
@@ -240,7 +240,7 @@ def test_sparse_arguments_do_no_harm() -> None:
     torch.manual_seed(1)
     model = Network()
     twin = copy.deepcopy(model)
-    assert Loop(model, "1GiB", verify=False).run(SETTLED) == Loop(twin).run(SETTLED)
+    assert Loop(model, "1GiB", trust="unchecked").run(SETTLED) == Loop(twin).run(SETTLED)
 
 
 def test_a_validation_between_forward_and_backward_does_not_end_the_step() -> None:

@@ -77,7 +77,7 @@ def test_every_kind_of_convolution_computes_the_same_and_is_restored(
     plain.append(_Beside(head))
     model = copy.deepcopy(plain)
     strides = [p.stride() for p in model.parameters()]
-    handle = laid_out(model, "auto", verify=False)
+    handle = laid_out(model, "auto", trust="unchecked")
     assert any(is_channels_last(p) for p in model[0].parameters() if p.dim() in FORMATS) is changes
     for _ in range(2):
         assert_same_step(model, handle, plain, torch.randn(shape))
@@ -111,7 +111,7 @@ class _Beside(nn.Module):
 )
 def test_a_named_format_is_for_its_dimensions_only(setting: str, is_2d: bool, is_3d: bool) -> None:
     model = nn.ModuleDict({"2d": nn.Conv2d(3, 4, 3), "3d": nn.Conv3d(3, 4, 3)})
-    handle = laid_out(model, setting, verify=False)
+    handle = laid_out(model, setting, trust="unchecked")
     assert (is_channels_last(model["2d"].weight), is_channels_last(model["3d"].weight)) == (is_2d, is_3d)
     handle.undo()
 
@@ -127,7 +127,7 @@ def test_off_leaves_every_layout_alone() -> None:
 
 def test_batches_are_left_as_they_are() -> None:
     """Callbacks see them, and noise is drawn for them: convolutions lay them out where they take them."""
-    handle = laid_out(TinyCNN(), verify=False)
+    handle = laid_out(TinyCNN(), trust="unchecked")
     batch = images(0)
     assert handle.batch(batch) is batch
     handle.undo()
@@ -135,7 +135,7 @@ def test_batches_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("batch", ["text", None, 3, ["a", 1], {"a": None}])
 def test_a_batch_without_tensors_passes(batch: Any) -> None:
-    handle = laid_out(TinyCNN(), verify=False)
+    handle = laid_out(TinyCNN(), trust="unchecked")
     assert handle.batch(batch) == batch
     handle.undo()
 

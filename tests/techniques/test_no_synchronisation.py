@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     f"{name}={value}": {name: HOST_MEMORY if value == "host" else value}
     for name, declaration in declarations().items()
     for value in dict.fromkeys((declaration.switch(declaration.default), *shown_values(declaration)))
-    if not declaration.is_off(value)
+    if value != declaration.off
 } | {"all": ALL}
 
 WAITS = {

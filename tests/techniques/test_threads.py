@@ -36,7 +36,7 @@ def test_what_the_user_sets_in_mid_run_stays() -> None:
 
 
 def test_a_number_for_another_machine_is_a_plan_here_too() -> None:
-    assert Plan.from_yaml("threads: 4096").threads == 4096
+    assert Plan.from_yaml("techniques: {threads: 4096}").of("threads") == 4096
 
 
 def test_what_is_faster_than_all_cores_is_found_on_the_runs_own_steps() -> None:

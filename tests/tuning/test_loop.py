@@ -47,10 +47,10 @@ def test_what_is_slower_goes() -> None:
         handle.undo()
 
 
-@pytest.mark.parametrize(("steps", "tune"), [(40, "auto"), (200, "off")])
-def test_a_short_loop_and_one_that_is_told_not_to_try_nothing(steps: int, tune: Any) -> None:
+@pytest.mark.parametrize(("steps", "trust"), [(40, "measured"), (200, "checked")])
+def test_a_short_loop_and_one_that_is_told_not_to_try_nothing(steps: int, trust: str) -> None:
     with simulated(0.5) as time:
-        handle, seen = train(time, steps, Plan().replace(**OTHERS_OFF, tune=tune))
+        handle, seen = train(time, steps, Plan().replace(**OTHERS_OFF, trust=trust))
         assert set(seen) == {"on"}
         handle.undo()
 

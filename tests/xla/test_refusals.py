@@ -52,7 +52,7 @@ def test_other_processes_and_copies_get_the_settings_and_no_run() -> None:
 def test_what_is_not_done_by_default_is_in_the_report() -> None:
     plugin = AccelXLAPlugin()
     fit(plugin, loader=rows(1))
-    assert [note.partition(":")[0] for note in plugin.report.notes] == ["tune", "out_of_memory"]
+    assert [note.partition(":")[0] for note in plugin.report.notes] == ["trust", "memory.on_oom"]
     assert "XLA's CPU device writes them, and cannot read them again" in plugin.report.of("xla").status
 
 

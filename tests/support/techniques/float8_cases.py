@@ -22,9 +22,11 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
 
 
-def simulated(model: nn.Module, recipe: str = "tensorwise", **options: Any) -> Engine:
+def simulated(model: nn.Module, recipe: str = "tensorwise", *, verify: bool = True, **options: Any) -> Engine:
     """The technique at work, emulated, in an engine of its own."""
-    return Engine(model, H100, [Float8(recipe, emulate=True, **options)])
+    technique = Float8(recipe, emulate=True, **options)
+    technique.run.verify = verify
+    return Engine(model, H100, [technique])
 
 
 def step(engine: Engine, inputs: Tensor | None = None) -> Tensor:

@@ -65,7 +65,7 @@ class Loop:
     def __init__(self, model: nn.Module, budget: Any = None, *, rows: int = 256, **settings: Any) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        checkpointing = {"memory_budget": budget} if budget else {}
+        checkpointing = {"memory_budget": f"{budget}B" if isinstance(budget, int) else budget} if budget else {}
         self.handle: AcceleratedModel = accelerate(model, Plan().replace(**{**PLAIN, **checkpointing, **settings}))
         _handles.append(self.handle)
         self.rows = rows

@@ -257,7 +257,7 @@ def test_a_module_that_keeps_its_weights_in_evaluation_only_is_fused_in_training
 def test_without_verification_it_is_fused_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = clock(monkeypatch, speed=0.1)
     model = Stack(FOUND["at_sign"])
-    plain, handle, x = copy.deepcopy(model), start(model, "auto", verify=False), batch()
+    plain, handle, x = copy.deepcopy(model), start(model, "auto", trust="unchecked"), batch()
     for _ in range(2):
         torch.testing.assert_close(step(model, handle, x), step(plain, None, x), rtol=1e-4, atol=1e-5)
     assert not timed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -120,7 +121,13 @@ def complaint_about(arguments: Sequence[str]) -> str:
     if not program:
         return "which program? Give a file, or -m and a module."
     if program == "-m":
-        return "-m: which module?" if len(arguments) < 2 else ""
+        package = arguments[1].partition(".")[0] if len(arguments) > 1 else ""
+        if not package:
+            return "-m: which module?"
+        is_here = any((Path.cwd() / name).exists() for name in (package, f"{package}.py"))
+        if not is_here and importlib.util.find_spec(package) is None:
+            return f"there is no module {package!r} in {Path.cwd()}, nor among those that are installed"
+        return ""
     if program.startswith("-"):
         return f"{program!r} is no option of this command. Options of the program stand behind it."
     if not Path(program).exists():

@@ -30,9 +30,10 @@ _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not hav
 class SubprocessError(OSError):
     """A process has ended before it was told to, or does not answer."""
 
-    def __init__(self, message: str, *, is_memory: bool = False) -> None:
+    def __init__(self, message: str, *, is_memory: bool = False, is_late: bool = False) -> None:
         super().__init__(message)
         self.is_memory = is_memory  # whether it asked for more memory than there is
+        self.is_late = is_late  # whether it may only have needed more time
 
 
 class _Forked:
@@ -172,7 +173,7 @@ class Worker(Subprocess):
             # The system kills a process that has taken all memory.
             raise SubprocessError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
         self.end()
-        raise SubprocessError(f"it did not answer within {self._patience_s:.0f} s")
+        raise SubprocessError(f"it did not answer within {self._patience_s:.0f} s", is_late=True)
 
     @override
     def end(self, patience_s: float = 0) -> None:
@@ -195,7 +196,8 @@ class Worker(Subprocess):
                 break
         ended = self._popen.returncode is not None
         how = "ended at once" if ended else f"did not begin within {self._patience_s:.0f} s"
-        raise SubprocessError(f"its process {how}: {''.join(self.last_lines(1)) or 'it said nothing'}")
+        said = "".join(self.last_lines(1)) or "it said nothing"
+        raise SubprocessError(f"its process {how}: {said}", is_late=not ended)
 
 
 def connect() -> Connection:

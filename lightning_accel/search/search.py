@@ -93,6 +93,11 @@ class Search:
             if not self._bench.is_limit_given:
                 self._bench.limit = max(self._bench.limit, plain.needed_bytes)
         except SubprocessError as error:
+            if error.is_late:
+                raise ValueError(
+                    f"time={self._seconds:.0f}s is too short: the run was not ready, {error}. Give more time; nothing"
+                    " was written."
+                ) from error
             if not error.is_memory:
                 raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
             plain = None

@@ -128,7 +128,12 @@ def test_a_file_that_is_not_there_is_an_error_that_names_the_nearest(answer: str
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "which program?"), (("-m",), "which module?"), (("--fast", "tells.py"), "'--fast' is no option")],
+    [
+        ((), "which program?"),
+        (("-m",), "which module?"),
+        (("-m", "nopkg.mod"), "there is no module 'nopkg'"),
+        (("--fast", "tells.py"), "'--fast' is no option"),
+    ],
 )
 def test_a_call_without_a_program_is_an_error_that_shows_how(arguments: tuple[str, ...], message: str) -> None:
     done = ran(*arguments)

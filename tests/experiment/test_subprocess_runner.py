@@ -106,8 +106,9 @@ def test_a_worker_that_ends_early_says_why() -> None:
 
 def test_a_worker_that_does_not_answer_is_ended() -> None:
     with Worker(CONNECT + "parent = connect(); time.sleep(60)", patience_s=2) as worker:
-        with pytest.raises(SubprocessError, match="did not answer within 2 s"):
+        with pytest.raises(SubprocessError, match="did not answer within 2 s") as late:
             worker.ask(1)
+        assert late.value.is_late
         assert worker.wait() == -signal.SIGKILL
 
 

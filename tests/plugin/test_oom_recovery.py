@@ -126,15 +126,15 @@ def test_it_is_what_torch_raises_and_comes_from_what_torch_raised(said: Callable
 
 def test_the_page_says_what_was_put_on_in_vain(said: Callable[[str], Said]) -> None:
     page = said("nothing is enough")["error"]
-    assert "\nWhat was put on before:\n  memory.checkpoint='full': in force (12 sites)\n" in page
+    assert "\nWhat was put on before:\n  memory=MemoryOptions(checkpoint='full'): in force (12 sites)\n" in page
 
 
 def test_gradients_of_earlier_batches_are_not_thrown_away(said: Callable[[str], Said]) -> None:
     page = said("second of three that are added up")["error"]
     assert "in its backward pass: its gradients were added to those of earlier batches" in page
-    assert "AccelPlugin(gradient_checkpointing='selective')  # about" in page
-    assert "YAML: gradient_checkpointing: selective" in page
-    assert "AccelPlugin(memory_budget='90%'); plans the fastest mix that fits, block by block" in page
+    assert "AccelPlugin(memory=MemoryOptions(checkpoint='selective'))  # about" in page
+    assert "YAML: memory: {checkpoint: selective}" in page
+    assert "AccelPlugin(memory='90%'); plans the fastest mix that fits, block by block" in page
     assert "Trainer(accumulate_grad_batches=6)" in page
 
 

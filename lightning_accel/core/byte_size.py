@@ -9,7 +9,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_LEAST_BARE = 2**20  # a smaller number was not meant in bytes
+_LEAST_BARE = 2**10  # a smaller number was not meant in bytes
 _WRITTEN = re.compile(r"\s*(-?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 

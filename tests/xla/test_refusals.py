@@ -30,7 +30,7 @@ def test_accel_xla_plugin_elsewhere_names_the_other_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"memory": {"on_oom": "split"}}, "out_of_memory: XLA runs a step once it is recorded"),
+        ({"memory": {"on_oom": "split"}}, r"memory\.on_oom: XLA runs a step once it is recorded"),
         ({"compile": "on"}, "compile: XLA compiles every step itself"),
         ({"optimizer": "fused"}, "optimizer: torch has no fused steps for XLA: techniques.optimizer='auto'"),
         ({"threads": 1}, "threads: XLA computes with threads of its own"),
@@ -46,7 +46,11 @@ def test_what_cannot_be_had_is_a_warning_and_with_strict_an_error(settings: dict
 def test_other_processes_and_copies_get_the_settings_and_no_run() -> None:
     plugin = AccelXLAPlugin(loader={"padding": 16})
     fit(plugin, loader=rows(1))
-    assert repr(pickle.loads(pickle.dumps(plugin))) == repr(plugin) == "AccelXLAPlugin(precision='auto', padding=16)"
+    assert (
+        repr(pickle.loads(pickle.dumps(plugin)))
+        == repr(plugin)
+        == "AccelXLAPlugin(precision='auto', loader=LoaderOptions(padding=16))"
+    )
 
 
 def test_what_is_not_done_by_default_is_in_the_report() -> None:

@@ -68,7 +68,7 @@ def test_its_numbers_are_those_of_a_run_with_more_memory(said: Callable[[str], S
 
 def test_the_log_says_at_once_what_was_put_on_and_later_what_it_costs(said: Callable[[str], Said]) -> None:
     answered = said("in its forward pass")
-    put_on = "out of memory: memory.checkpoint='selective' put on at step 4: "
+    put_on = "out of memory: memory=MemoryOptions(checkpoint='selective') put on at step 4: "
     (warning,) = answered["warned"]
     assert warning.startswith(f"{put_on}it needed more than")
     (note,) = answered["notes"]

@@ -121,6 +121,10 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             return module
         self.set_precision("32-true" if self._asked == "auto" else precision)
         self._reports.begin(plain_report(host, self.plan, self.precision, self._planned), is_fitting=is_fitting)
+        if may_lack_memory(trainer.strategy.root_device):
+            self._run = make_run()
+            self._run.guard()
+            self._reports.begin(self._run.engine.report, is_fitting=is_fitting)  # which tells of a lack of memory
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
@@ -128,11 +132,8 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         wins_untried = self._asked == "auto" and precision != "32-true"
         terms = module, host, self.plan, self._kept, self.purse
         self._plain_start = PlainStart(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
-        if may_lack_memory(trainer.strategy.root_device):
-            self._run = make_run()
-            self._run.guard()
+        if self._run is not None:
             self._plain_start.begin_with(self._run)
-            self._reports.begin(self._run.engine.report, is_fitting=True)  # which tells of a lack of memory
         self.purse.pay("getting ready", seconds() - began)
         return module
 

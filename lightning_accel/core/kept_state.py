@@ -127,7 +127,10 @@ def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on:
 
     def restore() -> Iterable[str]:
         for parameter, data, value in parameters:
-            parameter.data, parameter.grad = data, None
+            is_alike = (parameter.shape, parameter.dtype) == (data.shape, data.dtype)
+            if not is_alike or parameter.stride() == data.stride():  # else an edit of its layout has been undone since
+                parameter.data = data
+            parameter.grad = None
             parameter.copy_(value())
         for parameter, gradient, value in gradients:
             parameter.grad = value() if gradient is None else gradient.copy_(value())

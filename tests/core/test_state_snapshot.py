@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_accel.core.layout import WeightLayout
 from lightning_accel.core.patch import MethodPatch
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tree import map_tensors
@@ -130,6 +131,21 @@ def test_a_gradient_is_held_only_where_its_copy_lies_beside_it() -> None:
         assert (model.weight.grad is gradient()) is is_same
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_a_layout_that_was_given_back_since_stays_the_users() -> None:
+    """A step that raises under memory_format is repeated without it: first the edit goes, then values come back."""
+    model = nn.Conv2d(3, 4, 3)
+    values, strides = model.weight.detach().clone(), model.weight.stride()
+    layout = WeightLayout("", model, 4)
+    layout.apply()
+    snapshot = StateSnapshot(model, Level.TRAINING)
+    with torch.no_grad():
+        model.weight.add_(1)
+    layout.undo()
+    snapshot.restore()
+    assert model.weight.stride() == strides
+    assert torch.equal(model.weight, values)
 
 
 @pytest.mark.parametrize("level", [Level.SMALL, Level.FULL])

@@ -17,6 +17,8 @@ from lightning_accel.core.patch import MethodPatch
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tree import map_tensors
 
+pytestmark = pytest.mark.numbers
+
 CPU = torch.device("cpu")
 OWN = {
     "torch": (torch.Generator, lambda own: float(torch.rand((), generator=own))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strangers.differences import differences
-from strangers.harness import DEFAULTS, NUDGED, PLAIN, ROUNDED, TRUE, Legs, long, mixed, moved, plain, run
+from strangers.harness import DEFAULTS, IN_TURNS, NUDGED, PLAIN, ROUNDED, TRUE, Legs, long, mixed, moved, plain, run
 from strangers.table import Training
 
 
@@ -49,12 +49,12 @@ def differs(training: Training, name: str) -> list[str]:
     legs = case.legs(training)
     as_plain = tuple((PLAIN, epochs) for _, epochs in legs)
     as_mixed = None if case.is_exact else mixed(training, as_plain)
-    formats = [] if case.is_exact else [moved(training, as_plain, ROUNDED)]
-    return differences(
-        training,
-        run(training, legs),
-        plain(training, as_plain),
-        moved(training, as_plain, NUDGED),
-        [*formats, *([as_mixed] if as_mixed else [])],
-        as_mixed,
-    )
+    formats = [] if case.is_exact else [moved(training, as_plain, ROUNDED), *([as_mixed] if as_mixed else [])]
+    actual, expected, noise = run(training, legs), plain(training, as_plain), moved(training, as_plain, NUDGED)
+    found = differences(training, actual, expected, noise, formats, as_mixed)
+    if found and case.switches and as_mixed:
+        # Where the order of formats decides how far a training leads, one order is no measure.
+        in_turns = [mixed(training, as_plain, variant) for variant in IN_TURNS]
+        formats += [one for one in in_turns if one]
+        found = differences(training, actual, expected, noise, formats, as_mixed)
+    return found

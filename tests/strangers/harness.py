@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -36,6 +37,7 @@ TURNS = 120
 _KEPT = 8  # runs of a kind: those of a few trainings
 
 PLAIN, NUDGED, ROUNDED, MIXED = "plain", "nudged", "rounded", "bf16-mixed"
+IN_TURNS = tuple(f"bf16 in turns, coin {coin}" for coin in range(4))
 TRUE, DEFAULTS = "32-true", "defaults"
 UNTUNED, DETERMINISTIC = "tune off", "deterministic"
 
@@ -80,6 +82,17 @@ class Move(Callback):
     def _nudged(self, parameter: Tensor) -> Tensor:
         up, down = (torch.nextafter(parameter, torch.full_like(parameter, end)) for end in (torch.inf, -torch.inf))
         return torch.where(torch.rand(parameter.shape, generator=self._coin) < 0.5, up, down)
+
+
+class InTurns(MixedPrecision):
+    """Lightning's own bfloat16 in the steps that a coin names, as live trials have it: how far that alone leads."""
+
+    def __init__(self, coin: int) -> None:
+        super().__init__(MIXED, "cpu")
+        self._coin = random.Random(coin)
+
+    def forward_context(self) -> Any:
+        return super().forward_context() if self._coin.random() < 0.5 else contextlib.nullcontext()
 
 
 @dataclasses.dataclass
@@ -148,6 +161,8 @@ def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None)
         options["plugins"] = [plugin]
     if variant == MIXED:
         options["precision"] = MIXED
+    if variant in IN_TURNS:
+        options["plugins"] = [InTurns(IN_TURNS.index(variant))]
     if variant == DETERMINISTIC:
         options["deterministic"] = True
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -237,9 +252,9 @@ def moved(training: Training, legs: Legs, variant: str) -> Run:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def mixed(training: Training, legs: Legs) -> Run | None:
-    """Under Lightning's own bfloat16; None where that fails."""
+def mixed(training: Training, legs: Legs, variant: str = MIXED) -> Run | None:
+    """Under Lightning's own bfloat16, in all steps or in turns; None where that fails."""
     try:
-        return run(training, [(MIXED, epochs) for _, epochs in legs]) if training.bf16 else None
+        return run(training, [(variant, epochs) for _, epochs in legs]) if training.bf16 else None
     except Exception:
         return None

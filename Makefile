@@ -56,7 +56,8 @@ test-simulated-gpu-first: $(STAMP)  ## Of these the simulated device's own, a ne
 # Chromium is the system's: there is none on PyPI. Without one the tests in it are skipped, and say so.
 test-browser: $(STAMP)  ## Other people's loggers, reports and TensorBoard in a real browser (installs them; Chromium is yours to)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[boards]'
-	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py tests/evidence/test_page_in_browser.py
+	$(BIN)/python -m pytest -m "browser or slow" tests/callbacks/test_boards_elsewhere.py tests/callbacks/test_boards_in_browser.py tests/evidence/test_page_in_browser.py \
+		tests/test_site_in_browser.py
 
 # Not in $(VENV): torch_xla is built for one release of torch, and the newest is for an older one than the package asks for.
 test-xla: $(XLA_STAMP)  ## AccelXLAPlugin on XLA's CPU device (makes .venv-xla: 8 GB with the torch that torch_xla is built for)

@@ -189,8 +189,8 @@ PLOTS = {
 
 
 def demo_table() -> str:
-    """The tables of `make demo`, as in README.md: what it says of each model, a column for each machine."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((RESULTS / "demo").glob("*.json"))]
+    """The tables of `make demo`: what it says of each model, a column for each machine."""
+    records = _demo_records()
     rows = []
     for name, model in DEMO_MODELS.items():
         lines = [{line["title"]: line for line in record["models"][name]["lines"]} for record in records]
@@ -204,6 +204,10 @@ def demo_table() -> str:
         " weights and batches on both sides, every run in a process of its own. The GPT trains without dropout; with it"
         " the ratio is lower, since both sides wait for masks that torch draws slowly on a CPU."
     )
+
+
+def _demo_records() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((RESULTS / "demo").glob("*.json"))]
 
 
 def _demo_cell(line: dict[str, str] | None) -> str:
@@ -220,9 +224,24 @@ def _measured(record: dict[str, Any]) -> str:
     return "; ".join(part for part in (f"{record['date']}, {versions}", record["note"]) if part)
 
 
+def gains_table() -> str:
+    """What the demo gained, a row for each machine, as README.md begins with it."""
+    rows = []
+    for record in _demo_records():
+        row = [title(record["machine"])]
+        for name in DEMO_MODELS:
+            by_title = {line["title"]: line for line in record["models"][name]["lines"]}
+            speed, memory = by_title["samples/s"], by_title["peak memory, MiB"]
+            row += [f"**{speed['ratio']}** ({speed['spread']})", memory["ratio"]]
+        rows.append(row)
+    if not any(record["machine"]["kind"] == "cuda" for record in _demo_records()):
+        rows.append(["NVIDIA GPUs", *["not measured yet"] * (2 * len(DEMO_MODELS))])
+    return markdown(["", *(f"{name}: {what}" for name in ("residual CNN", "GPT") for what in ("speed", "memory"))], rows)
+
+
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return filled(filled(text, "demo", demo_table()), "techniques", _technique_pages.short_list())
+    return filled(filled(text, "gains", gains_table()), "techniques", _technique_pages.short_list())
 
 
 def tuning_page() -> str:

@@ -4,8 +4,9 @@
 
 Every side of a row has the same weights and inputs, and the sides take turns. Ratios and differences are medians of
 paired rounds; beside them stand the quartiles, which say how far to trust a figure. `auto` is
-``accelerate(module, Plan(flash_attention="auto"))`` with everything else off, past its trial; its ``handle.step()``
-is part of what is timed. The first step is measured in a process of its own per run, imports of torch left out.
+``accelerate(module, Plan(techniques={"flash_attention": "auto"}))`` with everything else off, past its trial; its
+``handle.step()`` is part of what is timed. The first step is measured in a process of its own per run, imports of torch
+left out.
 """
 
 from __future__ import annotations

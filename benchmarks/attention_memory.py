@@ -3,8 +3,9 @@
     python benchmarks/attention_memory.py [--longest 16384] [--json docs/results]
 
 Bytes are counted at autograd's own hooks, every storage once, parameters and buffers left out: they are there anyway.
-One sample, one head of 16, float32. The fused side is one module under ``Plan(flash_attention="sdpa")``, tried at the
-shortest length and then given every other. ``benchmarks/render.py`` draws the JSON as ``attention_memory.svg``.
+One sample, one head of 16, float32. The fused side is one module under
+``Plan(techniques={"flash_attention": "sdpa"})``, tried at the shortest length and then given every other.
+``benchmarks/render.py`` draws the JSON as ``attention_memory.svg``.
 
 To answer: the fused side grows with the length, not with its square; a causal mask costs it nothing.
 """

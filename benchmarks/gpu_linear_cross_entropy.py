@@ -1,4 +1,4 @@
-"""A linear head and its cross-entropy on a GPU: plain, and in pieces under ``Plan(loss="on")``.
+"""A linear head and its cross-entropy on a GPU: plain, and in pieces under ``Plan(techniques={"loss": "on"})``.
 
     make gpu PYTHON=python3                                              # among the rest
     python benchmarks/gpu_linear_cross_entropy.py --out docs/results     # the package installed

@@ -1,4 +1,4 @@
-"""A linear head and its cross-entropy: plain, and in pieces under ``Plan(loss="on")``.
+"""A linear head and its cross-entropy: plain, and in pieces under ``Plan(techniques={"loss": "on"})``.
 
     python benchmarks/linear_cross_entropy.py [--rounds 7] [--tokens 2048] [--seconds 420] [--json docs/results]
 

@@ -127,9 +127,9 @@ REMARKS = {
     " plain side, slower there than `selective`, met a busy machine.",
     "same_losses": "Asked for: 1e-5. Where two runs sum in another order, training itself drives them apart; the last"
     " rows of a model show how fast, with nothing of ours involved.",
-    "attention_cpu": '`auto` is `accelerate(module, Plan(flash_attention="auto"))` past its trial, `handle.step()`'
-    " included; in parentheses what it took. Ratios and differences are medians of paired rounds, a percentage the time"
-    " beyond the other side's: below zero is faster. Eight heads of 64 by hand, four in the modules. Each first step"
+    "attention_cpu": '`auto` is `accelerate(module, Plan(techniques={"flash_attention": "auto"}))` past its trial,'
+    " `handle.step()` included; in parentheses what it took. Ratios and differences are medians of paired rounds, a"
+    " percentage the time beyond the other side's: below zero is faster. Eight heads of 64 by hand, four in the modules. Each first step"
     " runs in a process of its own.",
     "linear_cross_entropy": "Asked for: at most a tenth of plain's logits, at most 1.05x its time, 1e-12 in float64."
     " Memory is the peak of forward and backward beyond the gradients of input and weight, which both sides return."
@@ -236,7 +236,9 @@ def gains_table() -> str:
         rows.append(row)
     if not any(record["machine"]["kind"] == "cuda" for record in _demo_records()):
         rows.append(["NVIDIA GPUs", *["not measured yet"] * (2 * len(DEMO_MODELS))])
-    return markdown(["", *(f"{name}: {what}" for name in ("residual CNN", "GPT") for what in ("speed", "memory"))], rows)
+    return markdown(
+        ["", *(f"{name}: {what}" for name in ("residual CNN", "GPT") for what in ("speed", "memory"))], rows
+    )
 
 
 def readme() -> str:

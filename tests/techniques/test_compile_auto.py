@@ -404,7 +404,8 @@ from lightning_accel import Plan, accelerate
 
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0) for _ in range(2)))
-handle = accelerate(model, Plan(precision="32-true", memory_format="off", inplace_activations="off", compile="on"))
+off = {"memory_format": "off", "inplace_activations": "off"}
+handle = accelerate(model, Plan(precision="32-true", techniques=off, compile="on"))
 for _ in range(4):
     with handle.step():
         loss = model(torch.ones(2, 8, 16)).square().mean()

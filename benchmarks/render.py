@@ -129,7 +129,8 @@ REMARKS = {
     " rows of a model show how fast, with nothing of ours involved.",
     "attention_cpu": '`auto` is `accelerate(module, Plan(techniques={"flash_attention": "auto"}))` past its trial,'
     " `handle.step()` included; in parentheses what it took. Ratios and differences are medians of paired rounds, a"
-    " percentage the time beyond the other side's: below zero is faster. Eight heads of 64 by hand, four in the modules. Each first step"
+    " percentage the time beyond the other side's: below zero is faster. Eight heads of 64 by hand,"
+    " four in the modules. Each first step"
     " runs in a process of its own.",
     "linear_cross_entropy": "Asked for: at most a tenth of plain's logits, at most 1.05x its time, 1e-12 in float64."
     " Memory is the peak of forward and backward beyond the gradients of input and weight, which both sides return."

@@ -65,56 +65,57 @@ REMARKS = {
     " process*: with what the first has left in the cache folder. *At most later*: the worst of the three. Ratios are"
     " medians over rounds, in each of which plain and the others take turns in random order; every process has run two"
     " plain steps before.",
-    "tuning": "Asked for: at least 97% of the best; never below 0.99x of plain, tuning included; two runs agree on what"
-    " is worth more than 5%. Two plain loops of a model, one with live trials and one without lightning-accel, train in"
-    " turns, a step each, from the first step to the last, in one process and on one heap. *Plain by tuned time* is the"
-    " ratio of the sums, trials included, with its 95% interval; a slow moment of the machine is in it, and not in the"
-    " *median of pairs*. *Its share of the best*: throughput to that of the best combination of the same arms, in turns"
-    " of their own, after the search for it. *A second run* trains alone, and in percent stands what an arm on which it"
-    " differs is worth. *Greedy search* is the protocol of pytorch-autotune 2.0, written anew, on the same arms:"
-    " medians of 8 steps, and a floor of 3%. Where a machine has bfloat16, that is an arm of its own, and each model is"
-    " measured without it, too. Where the steps are fewer than asked for, there was no time for more.",
+    "tuning": "Asked for: at least 97% of the best; never below 0.99x of plain, tuning included; two runs agree on"
+    " what is worth more than 5%. Two plain loops train a model in turns, a step each, from the first step to the"
+    " last, in one process and on one heap. One has live trials, the other has no lightning-accel. *Plain by tuned"
+    " time* is the ratio of the sums, trials included, with its 95% interval; a slow moment of the machine is in it,"
+    " and not in the *median of pairs*. *Its share of the best*: throughput to that of the best combination of the"
+    " same arms, in turns of their own, after the search for it. *A second run* trains alone. If it differs on an"
+    " arm, the percentage is what that arm is worth. *Greedy search* is the protocol of pytorch-autotune 2.0, written"
+    " anew, on the same arms: medians of 8 steps, and a floor of 3%. Where a machine has bfloat16, that is an arm of"
+    " its own, and each model is measured without it, too. Where the steps are fewer than asked for, there was no"
+    " time for more.",
     "false_wins": "Asked for: at most 1 in 100. Arms that change nothing at all, in short plain loops whose steps take"
     " milliseconds; the same greedy search as above.",
     "techniques": "*Alone*: plain's time over that of the step with this technique and nothing else. *Left out of the"
-    " whole*: the time of the whole without it over that of the whole, which is all that a run has from its first"
-    " step on, whether they gain or not; above 1 it gains, with 95% intervals. Fewer threads, a heap that keeps what is"
-    " freed and compiled blocks are measured on top of the whole, and the others without them;"
-    " where compiling would have cost too much of the measurement, the table says so.",
-    "second_run": "Asked for: at most 1.1 for the second, compile included. The mean of the first 50 steps by the"
-    " median of the first run's last 25, when it has settled; beside it by the run's own last 25, which a run that had"
-    " fallen back to plain would pass. A step runs from a batch's start to the next one's, so that trials and"
-    " compilation are in it. *In the first 50*: the seconds that they took beyond as many settled ones, for tracing,"
-    " kernels from the cache and trials. *Plain* is a run without the plugin, whose first steps are slow, too."
-    " *Imports* and *to the first step* come before it. Each run is a process of its own. `auto` is told of 20,000"
-    " steps, has compilation alone on trial, and is ended early.",
+    " whole*: the time of the whole without it over that of the whole. The whole is all that a run has from its first"
+    " step on, whether they gain or not. Above 1 it gains, with 95% intervals. Fewer threads, a heap that keeps what"
+    " is freed and compiled blocks are measured on top of the whole, and the others without them. If compiling would"
+    " have cost too much of the measurement, the table says so.",
+    "second_run": "Asked for: at most 1.1 for the second, compile included. The figure is the mean of the first 50"
+    " steps by the median of the first run's last 25, when it has settled. Beside it is the same by the run's own"
+    " last 25, which a run that had returned to plain would pass. A step runs from a batch's start to the next one's,"
+    " so that trials and compilation are in it. *In the first 50*: the seconds that they took beyond as many settled"
+    " ones, for tracing, kernels from the cache and trials. *Plain* is a run without the plugin, whose first steps"
+    " are slow, too. *Imports* and *to the first step* come before it. Each run is a process of its own. `auto` is"
+    " told of 20,000 steps, has compilation alone on trial, and is ended early.",
     "downstream": "Asked for: at least 0.98x in each. Short fits of other people's models, on drawn data. *Speed* is"
-    " plain's time by that with the plugin, of the clock, *CPU* the same of all threads' processor time; medians"
-    " over rounds, in which the sides' processes take turns of 50 ms, on one thread. What comes before a fit's first"
-    " step is not taken in turns: fits of 5 steps tell little. *Fresh* has an empty cache folder, *second* is the"
-    " next fit in the same process, and *new process* finds what an earlier process has left there. A fit is the"
-    " library's own call, with its Trainer and what it prepares."
-    ' darts tells the Trainer its precision, 32-true, and has the plugin by `strategy="accel"`.',
+    " plain's time by that with the plugin, of the clock. *CPU* is the same of all threads' processor time. Both are"
+    " medians over rounds, in which the sides' processes take turns of 50 ms, on one thread. What comes before a"
+    " fit's first step is not taken in turns: fits of 5 steps tell little. *Fresh* has an empty cache folder,"
+    " *second* is the next fit in the same process, and *new process* finds what an earlier process has left there. A"
+    " fit is the library's own call, with its Trainer and what it prepares. darts tells the Trainer its precision,"
+    ' 32-true, and has the plugin by `strategy="accel"`.',
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "deploying": "Asked for: INT8 at batch 1 at least twice as fast as eager float32, in a quarter of the size, for"
-    " under one point of accuracy; another form at least 1.3 times as fast on the demo's models. The encoder has learnt"
-    " scikit-learn's digits, at 32x32 in patches of 4x4, and is judged by those that it has not seen; the demo's models"
-    " are untrained, as their speed is what is asked: what bf16 and INT8 cost them in points is not known, only by what"
-    " error they are off. Other forms are off by rounding. All by `compare`: forms take turns, latencies are at batch"
-    " 1, in brackets are 95% intervals, and *points lost* are over the same samples as eager's. What is **bold** is"
-    " what it recommends.",
+    " under one point of accuracy. Another form is to be at least 1.3 times as fast on the demo's models. The encoder"
+    " has learnt scikit-learn's digits, at 32x32 in patches of 4x4, and is judged by those that it has not seen. The"
+    " demo's models are untrained, as their speed is what is asked. So it is not known what bf16 and INT8 cost them"
+    " in points, only by what error they are off. Other forms are off by rounding. All by `compare`: forms take"
+    " turns, latencies are at batch 1, in brackets are 95% intervals, and *points lost* are over the same samples as"
+    " eager's. What is **bold** is what it recommends.",
     "deploying_int8": "The encoder of the table before, at batch 1; all in one process, taking turns. *Dynamic* takes"
     " the range of inputs at every call, *static* from calibration data. Errors are of the outputs' norm.",
     "diagnosis": "Asked for: every fault found, predictions within 25% of what came of them, nothing found in healthy"
-    " runs. The run with the fault and the one in which it is mended as the finding says take turns, an epoch each;"
-    " *measured* is the median of the ratios of neighbouring turns of all pairs of processes, with its 95% interval;"
-    " predictions are of the record with the median one and of what the machine does at most. Within 25% of what came"
-    " is 0.80 to 1.33 in *measured by predicted*. *Predicted MiB* is what the peak should lose where memory is the"
-    " fault. *Also found* is no error by itself: float32 can be worth changing in a run that has another fault, too."
-    " Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains each fault"
-    " once more and alone; *found* stands where one of its names can be read as the fault. Its findings on memory need"
-    " a GPU.",
+    " runs. Two runs take turns, an epoch each: one with the fault, and one in which it is mended as the finding"
+    " says. *Measured* is the median of the ratios of neighbouring turns of all pairs of processes, with its 95%"
+    " interval. Predictions are of the record with the median one and of what the machine does at most. Within 25% of"
+    " what came is 0.80 to 1.33 in *measured by predicted*. *Predicted MiB* is what the peak should lose where memory"
+    " is the fault. *Also found* is no error by itself: float32 can be worth changing in a run that has another"
+    " fault, too. Asking for numbers on a CPU waits for nothing, and none of it is to be gained there. TraceML trains"
+    " each fault once more and alone; *found* stands where one of its names can be read as the fault. Its findings on"
+    " memory need a GPU.",
     "evidence_cost": "Asked for: under 1% of a step of 50 ms. It is measured on small steps, since what measuring adds"
     " does not hang on their length. *Plain once more* shows what a difference of nothing is here. In the first steps"
     " are the two that are taken apart; at the end loggers are told, a figure drawn and the record closed: paid once.",
@@ -147,8 +148,8 @@ REMARKS = {
     " `sparse` is `sparse_activations`; a `budget` is a share of the plain activations, and may use the disk. Points on"
     " the dashed line are beaten by no other in both.",
     "memory_budget": "Asked for: at most 5% under the budget, never over it, at 80, 60, 40 and 25% of the plain"
-    " activations. The U-Net's 25% cannot be had on this CPU: the convolutions at full resolution need most of that for"
-    " their own backward pass, whatever blocks keep; the least that can be had stands beside it. float32.",
+    " activations. The U-Net's 25% cannot be had on this CPU: the convolutions at full resolution need most of that"
+    " for their own backward pass, whatever blocks keep. The least that can be had stands beside it. float32.",
     "memory_budget_exhaustive": "Asked for: at most 5% slower than the best of all choices that fit. Equal blocks may"
     " change places, so that numbers of them are all there is to choose; no disk.",
     "packing": "Asked for: at least 3x fewer bytes at 10% density, at 1 GB/s or more of unpacked bytes. One thread.",

@@ -10,6 +10,8 @@ DOWNSTREAM := .venv-downstream
 LIBRARIES := .venv-libraries
 LIBRARIES_STAMP := $(LIBRARIES)/.installed
 LAUNCHERS := .venv-launchers
+RIVALS := .venv-rivals
+RIVALS_STAMP := $(RIVALS)/.installed
 LAUNCHERS_STAMP := $(LAUNCHERS)/.installed
 SUITE_STAMP := $(SUITE)/.installed
 SOURCES := lightning_accel callbacks tests examples benchmarks
@@ -17,7 +19,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream gpu gpu-smoke gpu-tests gpu-bench release clean
+.PHONY: help demo test test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream rivals gpu gpu-smoke gpu-tests gpu-bench release clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -105,8 +107,8 @@ format: $(STAMP)  ## Let ruff rewrite what it can
 stub: $(STAMP)  ## Write the schema of reports, after it was changed
 	$(BIN)/python tests/report_schema.py
 
-bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream apart (80 minutes on 2 slow cores, and an hour for tuning.py)
-	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e '/_'); do \
+bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream and rivals apart (80 minutes on 2 slow cores, and an hour for tuning.py)
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e /rivals.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.md (10 minutes, nothing else running)
@@ -115,7 +117,7 @@ column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.
 	$(BIN)/python benchmarks/render.py
 
 results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs (95 minutes on 2 slow cores, and an hour for tuning.py)
-	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e /rivals.py -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
 	@$(MAKE) column
 
@@ -123,6 +125,11 @@ results: $(STAMP)  ## Measure everything again, and write the tables of README.m
 downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and with the plugin (makes .venv-downstream: 3 GB; half an hour)
 	$(BIN)/python benchmarks/downstream.py --json docs/results
 	$(BIN)/python benchmarks/render.py
+
+# Not in $(VENV): the other tools bring packages of their own.
+rivals: $(RIVALS_STAMP)  ## AccelPlugin() beside other tools on six models (makes .venv-rivals: 3 GB; 45 minutes on 2 slow cores)
+	$(RIVALS)/bin/python benchmarks/rivals.py --json docs/results
+	$(RIVALS)/bin/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it.
 gpu:  ## The three below, each whatever came of the others, with the machine's own PYTHON=python3 as it is
@@ -143,7 +150,7 @@ release: $(STAMP)  ## Build wheel and sdist twice, install them on the oldest an
 	$(BIN)/python tests/release.py $(RELEASE_FLAGS)
 
 clean:  ## Remove everything that make and the tests have made, .venv too
-	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) $(LAUNCHERS) $(LIBRARIES) .venv-versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
+	rm -rf $(VENV) $(XLA) $(SUITE) $(DOWNSTREAM) $(LAUNCHERS) $(LIBRARIES) $(RIVALS) .venv-versions build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo_logs
 	find lightning_accel callbacks tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -179,6 +186,12 @@ $(LAUNCHERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(LAUNCHERS)
 	$(LAUNCHERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[examples,launchers]' pytest
+	@touch $@
+
+$(RIVALS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(RIVALS)
+	$(RIVALS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[examples,report,transformers]' accelerate==1.15.0 pytorch-autotune==2.0.0 pytest
 	@touch $@
 
 $(LIBRARIES_STAMP): pyproject.toml

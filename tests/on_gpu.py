@@ -39,7 +39,7 @@ GRACE_S = 15
 BENCHMARKS = (
     *("gpu", "gpu_attention", "gpu_linear_cross_entropy", "gpu_memory", "gpu_offloading", "gpu_packing"),
     *("gpu_preprocessing", "gpu_pipeline", "gpu_strategies", "gpu_tuning", "gpu_ladder", "gpu_autotune"),
-    *("gpu_deploying", "gpu_claims"),
+    *("gpu_deploying", "gpu_claims", "gpu_rivals"),
 )
 """In the order in which they are worth having; ``gpu_smoke`` is a part of its own."""
 
@@ -80,6 +80,7 @@ def main() -> None:
 def wanted(only: str) -> list[str]:
     """The benchmarks that were asked for: all without a name."""
     names = only.split(",") if only else list(BENCHMARKS)
+    names = [full if (full := f"gpu_{name}") in BENCHMARKS else name for name in names]
     if unknown := [name for name in names if name not in BENCHMARKS]:
         sys.exit(f"ONLY={','.join(unknown)}: there are {', '.join(BENCHMARKS)}")
     return names

@@ -1,0 +1,204 @@
+"""The rounds of :mod:`rivals`: in each, every side of every model once, in random order, in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from _rivals_cases import CASES
+from _rivals_sides import SIDES
+from downstream import reason
+
+from lightning_accel.core.host import Host
+from lightning_accel.experiment.subprocess_runner import Subprocess
+
+MARKS = (100, 1_000, 10_000)
+LAST_LOSSES = 20
+MOST_BATCHES = {"cpu": 256, "cuda": 64}
+STARTS_S = 9.0  # a process, with its imports
+PATIENCE_S = 300.0  # beyond a run's limit, for what comes before its first step
+CACHES = ("LIGHTNING_ACCEL_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        pythons: The interpreter of a side; others have this process's.
+        limit_s: After so many seconds of training a run is cut off.
+    """
+
+    models: Sequence[str]
+    sides: Sequence[str]
+    steps: int
+    rounds: int
+    device: str = "cpu"
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 300.0
+
+    @property
+    def marks(self) -> list[int]:
+        """After so many steps the time is told: the powers of ten that there are, and the end."""
+        return sorted({mark for mark in MARKS if mark < self.steps} | {self.steps})
+
+    def estimate_s(self) -> float:
+        """About how long all of it takes."""
+        models_s = sum(CASES[name].sizes[self.device].step_ms for name in self.models) / 1e3 * self.steps
+        setup_s = sum(SIDES[side].setup_s + STARTS_S for side in self.sides)
+        return self.rounds * (models_s * len(self.sides) + setup_s * len(self.models))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one process has measured.
+
+    Attributes:
+        steps: That it came to; fewer than asked for if its time was over.
+        after_s: Seconds after as many steps as are told, all that came before them in it but for imports.
+        step_ms: Of the last quarter.
+        peak_mib: Of the process, or of what torch held on the GPU.
+        first_loss: Of the first step.
+        last_loss: The mean of the last steps.
+        imports_s: Of torch and the tool's packages.
+        torch: Its version.
+        report: What the tool says of itself.
+    """
+
+    steps: int
+    after_s: dict[str, float]
+    step_ms: float
+    peak_mib: float
+    first_loss: float
+    last_loss: float
+    imports_s: float
+    torch: str
+    report: str = ""
+
+
+Found = dict[str, dict[str, list[Run]]]  # by model and side, a run for each round that had one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that there is so far, and what could not be measured: why, by side, or by model and side."""
+
+    options: Options
+    found: Found = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def details(self) -> dict[str, Any]:
+        runs = {
+            name: {side: [asdict(run) for run in each] for side, each in of.items()} for name, of in self.found.items()
+        }
+        return {"steps": self.options.steps, "rounds": self.options.rounds, "missing": self.missing, "runs": runs}
+
+
+def measure(options: Options) -> Iterator[Measured]:
+    """What is measured, after every run anew."""
+    so_far = Measured(options=options)
+    has_bf16 = bool(Host.detect(options.device).native_bf16)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(options.rounds):
+            for name in random.sample(list(options.models), len(options.models)):
+                if CASES[name].needs and CASES[name].needs in so_far.missing:
+                    continue
+                data = Path(folder) / f"{name}.pt"
+                if not data.exists() and not _made(name, options, data, so_far):
+                    continue
+                for side in random.sample(list(options.sides), len(options.sides)):
+                    if {side, f"{name}, {side}"} & set(so_far.missing):
+                        continue
+                    print(f"{name}, {side}", end=": ", flush=True)
+                    _add(so_far, name, side, _one_run(name, side, data, has_bf16, options))
+                    print(_in_words(so_far, name, side), flush=True)
+                    yield so_far
+
+
+def _made(name: str, options: Options, data: Path, so_far: Measured) -> bool:
+    """Writes the first weights and the batches, which all sides read, if the model's package is there."""
+    try:
+        net, batches = CASES[name].built(options.device, min(options.steps, MOST_BATCHES[options.device]))
+    except ImportError as error:
+        so_far.missing[CASES[name].title] = str(error)
+        return False
+    torch.save((net.state_dict(), batches), data)
+    return True
+
+
+def _add(so_far: Measured, name: str, side: str, answer: dict[str, Any]) -> None:
+    if "absent" in answer:
+        so_far.missing[side] = answer["absent"]
+    elif "failed" in answer:
+        so_far.missing[f"{name}, {side}"] = answer["failed"]
+    else:
+        so_far.found.setdefault(name, {}).setdefault(side, []).append(summed_up(answer, so_far.options))
+
+
+def _in_words(so_far: Measured, name: str, side: str) -> str:
+    why = so_far.missing.get(side) or so_far.missing.get(f"{name}, {side}")
+    if why:
+        return f"not measured: {why}"
+    run = so_far.found[name][side][-1]
+    after = ", ".join(f"{seconds:.1f} s after {mark}" for mark, seconds in run.after_s.items()) or "cut off"
+    return f"{run.step_ms:.1f} ms a step, {after}, loss {run.last_loss:.4f}"
+
+
+def summed_up(answer: Mapping[str, Any], options: Options) -> Run:
+    at_s, losses = answer["at_s"], answer["losses"]
+    quarter = at_s[-(len(at_s) // 4 + 1) :]
+    between = [after - before for before, after in itertools.pairwise(quarter)] or [at_s[-1]]
+    # On a GPU steps are begun before others have ended: their mean is right between two waits.
+    typical = statistics.fmean if options.device == "cuda" else statistics.median
+    return Run(
+        steps=len(at_s),
+        after_s={str(mark): at_s[mark - 1] for mark in options.marks if mark <= len(at_s)},
+        step_ms=1e3 * typical(between),
+        peak_mib=answer["peak_mib"],
+        first_loss=losses[0],
+        last_loss=statistics.fmean(losses[-LAST_LOSSES:]),
+        imports_s=answer["imports_s"],
+        torch=answer["torch"],
+        report=answer.get("report", ""),
+    )
+
+
+def _one_run(name: str, side: str, data: Path, has_bf16: bool, options: Options) -> dict[str, Any]:
+    """In a process that finds nothing in any cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        asked = {
+            **{"side": side, "case": name, "data": str(data), "has_bf16": has_bf16, "limit_s": options.limit_s},
+            **{"steps": options.steps, "marks": _waits(options), "device": options.device},
+        }
+        request.write_text(json.dumps(asked), encoding="utf-8")
+        caches = {variable: str(Path(folder) / variable.lower()) for variable in CACHES}
+        caches["PYTORCH_AUTOTUNE_CACHE"] = str(Path(folder) / "autotune.json")
+        script = Path(__file__).with_name("_rivals_side.py")
+        command = [options.pythons.get(side, sys.executable), str(script), str(request), str(answer)]
+        with Subprocess(command, environment={**os.environ, **caches}, folder=Path(folder)) as process:
+            late = threading.Timer(options.limit_s + PATIENCE_S, process.end)
+            late.start()
+            status = process.wait()
+            late.cancel()
+            late.join()
+            if answer.exists():
+                told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+                return told
+            said = reason("\n".join(process.last_lines(500)))
+            return {"failed": f"not done after {options.limit_s + PATIENCE_S:g} s" if status < 0 else said}
+
+
+def _waits(options: Options) -> list[int]:
+    return sorted({*options.marks, options.steps - options.steps // 4})

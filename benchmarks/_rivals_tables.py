@@ -1,0 +1,123 @@
+"""The tables of :mod:`rivals`: of all sides, of the verdicts, and of what each side asks of its user."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from _rivals_cases import CASES
+from _rivals_rounds import Measured, Run
+from _rivals_sides import OURS, PLAIN, SIDES
+
+LEAST = 0.97  # of the best side's speed over all steps
+ONE_LINE = [name for name, side in SIDES.items() if side.is_one_line and not name.startswith(OURS)]
+ASKS_COLUMNS = ("", "lines of yours", "keeps Lightning's Trainer", "checked by itself", "what can be undone")
+
+
+def columns(measured: Measured) -> list[str]:
+    after = [f"{mark:,} steps, s" for mark in measured.options.marks]
+    return [
+        *("", "side", "settled step, ms", *after, "speed over all", "least to most"),
+        *("peak, MiB", "loss at the end", "of plain's"),
+    ]
+
+
+def rows(measured: Measured) -> list[list[str]]:
+    """Of every model with every side that there is."""
+    return [_row(measured, name, side) for name in CASES for side in SIDES if measured.found.get(name, {}).get(side)]
+
+
+def _row(measured: Measured, name: str, side: str) -> list[str]:
+    runs = measured.found[name][side]
+    plain = measured.found[name].get(PLAIN, [])
+    after = [
+        _seconds([run.after_s[str(mark)] for run in runs if str(mark) in run.after_s])
+        for mark in measured.options.marks
+    ]
+    loss = statistics.median(run.last_loss for run in runs)
+    return [
+        CASES[name].title,
+        SIDES[side].title,
+        f"{statistics.median(run.step_ms for run in runs):.1f}",
+        *after,
+        *over(measured, name, side, PLAIN),
+        f"{statistics.median(run.peak_mib for run in runs):,.0f}",
+        f"{loss:.4f}",
+        f"{loss / statistics.median(run.last_loss for run in plain):.3f}" if plain else "",
+    ]
+
+
+def _seconds(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):,.1f}" if found else "cut off"
+
+
+def ratios(measured: Measured, name: str, side: str, other: str) -> list[float]:
+    """How many times as fast as another a side was over all steps, by rounds; none where one was cut off."""
+    last = str(measured.options.steps)
+    sides = measured.found.get(name, {})
+    pairs: list[tuple[Run, Run]] = list(zip(sides.get(side, []), sides.get(other, []), strict=False))
+    return [
+        theirs.after_s[last] / own.after_s[last]
+        for own, theirs in pairs
+        if {last} <= own.after_s.keys() & theirs.after_s.keys()
+    ]
+
+
+def over(measured: Measured, name: str, side: str, other: str) -> tuple[str, str]:
+    found = ratios(measured, name, side, other)
+    if not found:
+        return "", ""
+    return f"{statistics.median(found):.2f}x", f"{min(found):.2f} to {max(found):.2f}"
+
+
+def best_other(measured: Measured, name: str) -> str | None:
+    """The side that took the least time over all steps, ours left out; None if none came to the end."""
+    last = str(measured.options.steps)
+    taken = {
+        side: statistics.median(run.after_s[last] for run in runs if last in run.after_s)
+        for side, runs in measured.found.get(name, {}).items()
+        if side != OURS and any(last in run.after_s for run in runs)
+    }
+    return min(taken, key=taken.__getitem__, default=None)
+
+
+def verdict_columns(measured: Measured) -> list[str]:
+    over_one_line = [f"over {SIDES[side].title}" for side in _one_line(measured)]
+    return ["", "the best other side", "`AccelPlugin()` over it", "least to most", "asked", *over_one_line]
+
+
+def verdicts(measured: Measured) -> list[list[str]]:
+    """Whether ``AccelPlugin()`` is as fast as the best side over all steps, and ahead of what is one line, too."""
+    found = []
+    for name in CASES:
+        best = best_other(measured, name)
+        if best is None or not (of_best := ratios(measured, name, OURS, best)):
+            continue
+        value = statistics.median(of_best)
+        others = [over(measured, name, OURS, side)[0] for side in _one_line(measured)]
+        kept = f"{LEAST}x: {'yes' if value >= LEAST else 'no'}"
+        found.append([CASES[name].title, SIDES[best].title, *over(measured, name, OURS, best), kept, *others])
+    return found
+
+
+def _one_line(measured: Measured) -> list[str]:
+    return [side for side in ONE_LINE if any(side in sides for sides in measured.found.values())]
+
+
+def asks() -> list[list[str]]:
+    """What each side asks of a user who has a program of Lightning's."""
+    return [
+        [side.title, str(len(side.lines)), "yes" if side.keeps_trainer else "no", side.checked, side.undone]
+        for side in SIDES.values()
+    ]
+
+
+def missing(measured: Measured) -> list[str]:
+    """What could not be measured, and why."""
+
+    def said(name: str) -> str:
+        model, _, side = name.rpartition(", ")
+        of = f"{CASES[model].title}, " if model else ""
+        return f"{of}{SIDES[side].title}" if side in SIDES else name
+
+    return [f"{said(name)}: {why}" for name, why in measured.missing.items()]

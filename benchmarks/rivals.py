@@ -1,0 +1,75 @@
+"""``AccelPlugin()`` beside its rivals: six models, trained by Lightning, by hand and by other people's tools.
+
+    make rivals                                                    # in .venv-rivals, which has the tools
+    python benchmarks/rivals.py [--steps 1000] [--rounds 1] [--models gpt,cnn] [--sides plain,accel]
+        [--python composer=PATH] [--limit 300] [--json docs/results]
+
+Every side of a model starts from the same weights and trains the same batches by AdamW, for as many steps, in a process
+of its own that finds nothing in any cache. The sides of a round come in random order. A step's time is taken when it is
+over; the clock starts after imports and before anything else, so that setting up, compiling and trials are paid for.
+*Settled* is the median of the last quarter of the steps. Ratios are medians over rounds, of all steps.
+
+A tool that is not installed is left out, and said. Composer and Thunder do not go beside this torch: ``--python`` names
+an interpreter of their own, which needs neither Lightning nor this package. What is measured is written after each run,
+so that a run that is cut off leaves what it has. It prints how long it will take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from contextlib import redirect_stdout
+
+from _measure import publish
+from _rivals_cases import CASES
+from _rivals_rounds import Measured, Options, measure
+from _rivals_sides import SIDES
+from _rivals_tables import columns, missing, rows, verdict_columns, verdicts
+
+BY_DEFAULT = [name for name, side in SIDES.items() if side.by_default]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def write(measured: Measured, command: str) -> None:
+    verdict = {"columns": verdict_columns(measured), "rows": verdicts(measured)}
+    details = {"verdicts": verdict, "not measured": missing(measured), **measured.details()}
+    publish("rivals", command, columns(measured), rows(measured), details, by_machine=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=names, default=list(CASES), metavar=",".join(CASES))
+    parser.add_argument("--sides", type=names, default=BY_DEFAULT, metavar=",".join(SIDES))
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--python", action="append", default=[], metavar="SIDE=PATH", help="the interpreter of a side")
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="after which a run is cut off")
+    chosen, _ = parser.parse_known_args()
+    if unknown := {*chosen.models} - {*CASES} | {*chosen.sides} - {*SIDES}:
+        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join([*CASES, *SIDES])}")
+    options = Options(
+        models=chosen.models,
+        sides=chosen.sides,
+        steps=chosen.steps,
+        rounds=chosen.rounds,
+        pythons=dict(each.split("=", 1) for each in chosen.python),
+        limit_s=chosen.limit,
+    )
+    command = f"python benchmarks/rivals.py --steps {options.steps} --rounds {options.rounds}"
+    command += "" if chosen.models == list(CASES) else f" --models {','.join(chosen.models)}"
+    command += "" if chosen.sides == BY_DEFAULT else f" --sides {','.join(chosen.sides)}"
+    print(f"about {options.estimate_s() / 60:.0f} minutes, if nothing else computes", flush=True)
+    for measured in measure(options):
+        with redirect_stdout(io.StringIO()):  # the table so far
+            write(measured, command)
+    write(measured, command)
+    for cells in (verdict_columns(measured), *verdicts(measured)):
+        print("  ".join(cells))
+    print(*(f"not measured: {line}" for line in missing(measured)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -39,8 +39,8 @@ def trained(
     try:
         for package in (*chosen.imports, "torch._dynamo"):  # the last without which no optimizer of torch's steps
             importlib.import_module(package)
-    except ImportError as error:
-        return {"absent": chosen.why or str(error)}
+    except Exception as error:  # not only of a package that is not there: some break on a newer torch
+        return {"absent": "; ".join(filter(None, [str(error), chosen.why]))}
     import torch
     from _rivals_cases import CASES
     from _rivals_training import Clock, Training

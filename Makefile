@@ -191,7 +191,7 @@ $(LAUNCHERS_STAMP): pyproject.toml constraints.txt
 $(RIVALS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(RIVALS)
 	$(RIVALS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[examples,report,transformers]' accelerate==1.15.0 pytorch-autotune==2.0.0 pytest
+		--editable '.[transformers]' accelerate==1.15.0 pytorch-autotune==2.0.0
 	@touch $@
 
 $(LIBRARIES_STAMP): pyproject.toml

@@ -29,12 +29,11 @@ def rows(measured: Measured) -> list[list[str]]:
 
 def _row(measured: Measured, name: str, side: str) -> list[str]:
     runs = measured.found[name][side]
-    plain = measured.found[name].get(PLAIN, [])
     after = [
         _seconds([run.after_s[str(mark)] for run in runs if str(mark) in run.after_s])
         for mark in measured.options.marks
     ]
-    loss = statistics.median(run.last_loss for run in runs)
+    loss, of_plain = _loss(measured, name, side), _loss(measured, name, PLAIN)
     return [
         CASES[name].title,
         SIDES[side].title,
@@ -42,9 +41,15 @@ def _row(measured: Measured, name: str, side: str) -> list[str]:
         *after,
         *over(measured, name, side, PLAIN),
         f"{statistics.median(run.peak_mib for run in runs):,.0f}",
-        f"{loss:.4f}",
-        f"{loss / statistics.median(run.last_loss for run in plain):.3f}" if plain else "",
+        "" if loss is None else f"{loss:.4f}",
+        "" if loss is None or of_plain is None else f"{loss / of_plain:.3f}",
     ]
+
+
+def _loss(measured: Measured, name: str, side: str) -> float | None:
+    """At the end of all steps; None if no run came to it."""
+    ended = [run.last_loss for run in measured.found[name].get(side, []) if run.steps == measured.options.steps]
+    return statistics.median(ended) if ended else None
 
 
 def _seconds(found: Sequence[float]) -> str:

@@ -70,6 +70,7 @@ def test_a_run_that_was_cut_off_is_no_best_and_has_no_ratio(part: Callable[[str]
     assert tables.verdicts(measured)[0][-1] == ""
     (row,) = (row for row in tables.rows(measured) if "bf16" in row[1])
     assert row[3:7] == ["1.0", "cut off", "", ""]
+    assert row[-2:] == ["", ""]  # its last loss is of another step
 
 
 def test_a_gpu_measures_it_by_either_name() -> None:

@@ -1,7 +1,7 @@
-"""One line makes a PyTorch Lightning run faster and smaller, and proves it.
+"""Faster and smaller PyTorch Lightning runs by one line, with measurements that prove it.
 
-``Trainer(plugins=[AccelPlugin()])`` or ``Trainer(strategy="accel")`` under Lightning, ``accelerate(model, Plan())`` in
-a plain PyTorch loop.
+Use ``Trainer(plugins=[AccelPlugin()])`` or ``Trainer(strategy="accel")`` under Lightning, and ``accelerate(model,
+Plan())`` in a plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _HOMES = {
 
 __all__ = [*_HOMES]
 
-if find_spec(f"{__name__}.callbacks") is None:  # which lie elsewhere in a clone
+if find_spec(f"{__name__}.callbacks") is None:  # a clone keeps the callbacks in another folder
     _CLONE = Path(__file__).parents[1]
     raise ImportError(f"{_CLONE} is a clone that is not installed: pip install {_CLONE}, or leave it off the path.")
 
@@ -80,10 +80,10 @@ register_strategies()
 
 
 def __getattr__(name: str) -> object:
-    # Imported when first used: torch and Lightning take seconds, `lightning-accel doctor` should not.
+    # Imports on first use: torch and Lightning take seconds to import, and `lightning-accel doctor` needs neither.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name.endswith("Plugin"):  # as Lightning's command line asks for it
+    if name.endswith("Plugin"):  # Lightning's command line imports plugins by name
         import_module(f"{__name__}.lightning.parser_errors").answer_in_one_line()
     return found

@@ -27,7 +27,7 @@ _EXAMINES = "What this machine has, what a run here goes without, and the comman
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that ``argv`` (by default the process's own arguments) names; returns the exit status."""
+    """Runs the subcommand that ``argv`` (if None, the process's own arguments) names; returns the exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] and given[0] in _WITH_ANOTHER_PARSER:
         return _WITH_ANOTHER_PARSER[given[0]](given[1:])
@@ -60,14 +60,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from lightning_accel.cli.doctor import examine, show  # late: --help and plan answer without torch
+    from lightning_accel.cli.doctor import examine, show  # imported late: --help and plan run without torch
 
     show(examine())
     return 0
 
 
 def _tune(given: Sequence[str]) -> int:
-    """Its options are those of Lightning's command line, which takes seconds to import."""
+    """Runs ``tune`` with the options of Lightning's command line, which takes seconds to import."""
     if not _names_model(given) and not {"-h", "--help"} & {*given}:
         print(
             "lightning-accel tune: no class of a model is named: neither in --config FILE, as model: {class_path: ...},"
@@ -77,14 +77,14 @@ def _tune(given: Sequence[str]) -> int:
         return FAILED
     from lightning_accel.cli.accel_cli import AccelCLI
 
-    sys.path.insert(0, "")  # where the classes are that the configuration names
+    sys.path.insert(0, "")  # so that the classes that the configuration names can be imported
     sys.argv[:] = ["lightning-accel", "tune", *given]
     AccelCLI()
     return 0
 
 
 def _names_model(given: Sequence[str]) -> bool:
-    """Whether options, or a configuration among them, say which model to tune; also if one cannot be read."""
+    """Returns whether the options or their configuration name a model. True, too, if a configuration cannot be read."""
     if any(argument.startswith("--model") for argument in given):
         return True
     values = (argument.partition("=")[2] or argument for argument in given)
@@ -92,7 +92,7 @@ def _names_model(given: Sequence[str]) -> bool:
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
-            return True  # the parser says what is wrong with it
+            return True  # the parser will report the fault of this file
         sections = [content, content.get("tune")] if isinstance(content, dict) else []
         models = [section.get("model") for section in sections if isinstance(section, dict)]
         if any("class_path" in model if isinstance(model, dict) else model for model in models):
@@ -105,7 +105,7 @@ _WITH_ANOTHER_PARSER: dict[str, Callable[[Sequence[str]], int]] = {
     "run": run_command.run,
     "bench": bench_command.run,
 }
-"""The commands that take options of the user's own program as well."""
+"""The commands that also take options of the user's own program."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ten settings of a run, which `Plan` and the plugins take, and which technique each of them sets."""
+"""The ten settings of a run, which `Plan` and the plugins take, and the techniques that each of them sets."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class PrecisionOptions(Options):
     """The number formats of a step.
 
     Attributes:
-        format: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on older
-            CUDA cards, else float32. ``"off"`` is ``"32-true"``.
-        matmul: Of products of float32 matrices: ``"off"`` leaves it as it is; ``"high"`` and ``"medium"`` are those of
-            ``torch.set_float32_matmul_precision``: TF32 on NVIDIA's cards from Ampere on, and on CPUs with AVX512-BF16
-            or AMX ``"medium"`` is bfloat16. ``"auto"`` takes what the machine has, where ``format`` is ``"auto"``, too,
-            nobody has set it, and the model does not switch autocast off to compute something in float32.
+        format: ``"auto"``: bfloat16 if the device computes in it natively, float16 with a gradient scaler on older CUDA
+            cards, else float32. ``"off"`` is ``"32-true"``.
+        matmul: The precision of float32 matrix products. ``"off"`` leaves it unchanged. ``"high"`` and ``"medium"`` are
+            those of ``torch.set_float32_matmul_precision``: TF32 on NVIDIA's cards from Ampere on; on CPUs with
+            AVX512-BF16 or AMX, ``"medium"`` is bfloat16. ``"auto"`` uses what the machine has if ``format`` is
+            ``"auto"``, nobody has set the precision, and the model does not switch autocast off to compute in float32.
     """
 
     format: PrecisionFormat = "auto"
@@ -50,13 +50,13 @@ class PrecisionOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompileOptions(Options):
-    """Compilation and CUDA graphs, of which a run has one.
+    """Compilation and CUDA graphs. A run has at most one of them.
 
     Attributes:
-        mode: ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find whole steps to be faster,
-            and the run is long enough to win back what compiling takes; or a mode of :func:`torch.compile`.
-        graphs: ``"on"`` captures the repeated blocks in CUDA graphs, which replay them where shapes stay; ``"auto"``
-            keeps that where live trials find whole steps to be faster, and the memory worth it.
+        mode: ``"on"`` compiles the repeated blocks. ``"auto"`` does so if live trials find whole steps to be faster and
+            the run is long enough to recover the compilation time. Or a mode of :func:`torch.compile`.
+        graphs: ``"on"`` captures the repeated blocks in CUDA graphs and replays these while shapes stay the same.
+            ``"auto"`` keeps graphs if live trials find whole steps to be faster, and worth the memory.
     """
 
     mode: CompileSetting = "off"
@@ -65,23 +65,23 @@ class CompileOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryOptions(Options):
-    """What a run does to need less memory. None of it changes a number.
+    """Ways to need less memory. None of them changes a number.
 
     Attributes:
         budget: The most memory that a training step may need, everything included: ``"12GiB"``, or a share of the
-            device, ``"40%"``. What each block does for it is planned from what the first steps measure.
-        checkpoint: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps what matrix
-            products, convolutions and attention computed and recomputes the rest.
-        blocks: Class names or module paths of the blocks that a budget plans or that are checkpointed; empty: the
-            model's repeated blocks, found by themselves.
-        offload: ``"host"`` moves what is saved for the backward pass to pinned memory of the host and back, ``"disk"``
-            to a file; ``"auto"`` lets the planner of a budget do so on a GPU. Or :class:`OffloadingOptions`.
+            device, ``"40%"``. The planner chooses what each block does from measurements of the first steps.
+        checkpoint: ``"full"`` recomputes a whole block in the backward pass; ``"selective"`` keeps the outputs of
+            matrix products, convolutions and attention and recomputes the rest.
+        blocks: Class names or module paths of the blocks that a budget plans or that are checkpointed. If empty, the
+            model's repeated blocks are found automatically.
+        offload: ``"host"`` moves tensors saved for the backward pass to pinned host memory and back, ``"disk"`` to a
+            file; ``"auto"`` lets the planner of a budget do so on a GPU. Or :class:`OffloadingOptions`.
         pack: ``"auto"`` packs, without loss, saved tensors that are mostly zeros or masks.
-        on_oom: ``"answer"``: where a training step under Lightning runs out of memory, what needs less is put on, and
-            the step runs again; where that cannot be, the run ends with a page that names who held what. ``"split"``:
-            the same, and where nothing is left to put on, batches go through ``training_step`` in parts; gradients are
-            those of the whole batch where the loss is a mean over samples and no batch norm trains. ``"off"``: the run
-            ends with the error as it is.
+        on_oom: ``"answer"``: if a training step under Lightning runs out of memory, techniques that need less are put
+            on and the step runs again. If that is impossible, the run ends with a page that shows what held the memory.
+            ``"split"``: the same, and if no technique is left, batches go through ``training_step`` in parts. The
+            gradients are those of the whole batch if the loss is a mean over samples and no batch norm trains.
+            ``"off"``: the run ends with the original error.
     """
 
     budget: Budget = "off"
@@ -113,18 +113,18 @@ class MemoryOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoaderOptions(Options):
-    """How the training's batches are loaded, and to which lengths batches of text are padded.
+    """Data loading for training, and the padding of text batches.
 
     Attributes:
         workers: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries more
-            workers from epoch to epoch while that is faster: in the same order, and only for data that draw no random
-            numbers and do not change as they are read. ``"on"`` is ``"auto"``.
-        padding: A number pads the sequences of every training batch to a multiple of it; ``"auto"`` to the largest that
-            the device's kernels like and that makes a batch at most an eighth longer. Batches are mappings as
-            transformers have them: ``input_ids``, an ``attention_mask`` that keeps the padding out, and ``labels`` of
-            which the loss ignores -100. Only while steps draw no random numbers: dropout would draw others.
-        group_by_length: Whether batches are also made of samples of like length, so that there is less to pad. **It
-            changes the training**: which samples come together. Each is used as often as before.
+            workers from epoch to epoch while that is faster. The order stays the same. Only for data that draw no
+            random numbers and do not change as they are read. ``"on"`` is ``"auto"``.
+        padding: A number pads the sequences of every training batch to a multiple of it. ``"auto"`` pads to the largest
+            multiple that suits the device's kernels and makes a batch at most an eighth longer. Batches are mappings as
+            in transformers: ``input_ids``, an ``attention_mask`` that excludes the padding, and ``labels`` in which the
+            loss ignores -100. Only while steps draw no random numbers: padding would change dropout.
+        group_by_length: Whether batches are made of samples of similar length, which need less padding. **It changes
+            the training**: other samples share a batch. Each is used as often as before.
     """
 
     workers: Literal["auto", "on", "off"] = "off"
@@ -144,7 +144,7 @@ GROUPS: dict[str, type[Options]] = {
     "memory": MemoryOptions,
     "loader": LoaderOptions,
 }
-"""The settings that take options."""
+"""The settings that take options, and the class of each."""
 
 _PLACES = {
     "preprocess": ("preprocess",),
@@ -162,13 +162,13 @@ _PLACES = {
 
 
 def place_of(technique: str) -> tuple[str, ...]:
-    """The setting that sets a technique, and the options there, in the order of the technique's own."""
+    """Returns the setting that sets a technique, then the names of its options there, in the technique's own order."""
     changes_training = declarations()[technique].exactness == "changes training"
     return _PLACES.get(technique) or (("lossy",) if changes_training else ("techniques",))
 
 
 def written(technique: str, value: Any) -> str:
-    """How a technique is set: ``memory=MemoryOptions(checkpoint='full')``, ``techniques={'loss': 'off'}``."""
+    """Formats a technique's setting: ``memory=MemoryOptions(checkpoint='full')``, ``techniques={'loss': 'off'}``."""
     setting, *options = place_of(technique)
     if setting in ("techniques", "lossy"):
         return f"{setting}={{{technique!r}: {value!r}}}"
@@ -178,10 +178,10 @@ def written(technique: str, value: Any) -> str:
 
 
 class Arguments:
-    """Takes the settings as keyword arguments, for a class on top of it.
+    """Base class that takes the ten settings as keyword arguments.
 
     Attributes:
-        complaint: What was wrong with the last settings that were refused.
+        complaint: The message of the last refused settings.
     """
 
     complaint = ""
@@ -203,31 +203,31 @@ class Arguments:
     ) -> None:
         """
         Args:
-            precision: ``"auto"``: bfloat16 where the device computes in it natively, float16 with a gradient scaler on
+            precision: ``"auto"``: bfloat16 if the device computes in it natively, float16 with a gradient scaler on
                 older CUDA cards, else float32; ``"off"``, which is ``"32-true"``; ``"16-mixed"``; ``"bf16-mixed"``. Or
                 :class:`PrecisionOptions`: ``format``, ``matmul``.
-            compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so where live trials find whole
+            compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so if live trials find whole
                 steps to be faster; or a mode of :func:`torch.compile`. Or :class:`CompileOptions`: ``mode``,
                 ``graphs``.
-            memory: ``"auto"`` answers where a training step runs out of memory with what needs less; ``"off"`` does
+            memory: ``"auto"`` puts on what needs less memory when a training step runs out of memory; ``"off"`` does
                 nothing; ``"12GiB"`` or ``"40%"`` of the device is the most that a training step may need. Or
                 :class:`MemoryOptions`: ``budget``, ``checkpoint``, ``blocks``, ``offload``, ``pack``, ``on_oom``.
-            techniques: The value of each technique that has no setting of its own, by its name: ``{"loss": "off",
+            techniques: The values of techniques that have no setting of their own, by name: ``{"loss": "off",
                 "flash_attention": "sdpa"}``.
-            preprocess: Transforms of :mod:`lightning_accel.data` that batches go through on the device, each prepared
-                while the one before it is trained on (in YAML mappings of ``class_path`` and ``init_args``).
+            preprocess: Transforms of :mod:`lightning_accel.data`, applied to batches on the device. Each batch is
+                prepared while the one before it is trained on. In YAML: mappings of ``class_path`` and ``init_args``.
             loader: ``"off"``; ``"auto"`` or ``"on"`` tries more workers from epoch to epoch while that is faster. Or
                 :class:`LoaderOptions`: ``workers``, ``padding``, ``group_by_length``.
             lossy: The same as ``techniques`` for those that change training beyond rounding: ``{"float8":
                 "tensorwise"}``.
-            trust: ``"measured"``: every change is tried for its numbers on the first batch, and for its speed on whole
-                training steps while they train, so that the run is never slower than plain; ``"checked"``: for its
-                numbers alone; ``"unchecked"``: changes are applied untried.
-            report: ``True`` has a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` tell the loggers, unless a
-                callback does; ``False`` does not. A file that ends in ``.html``, ``.md`` or ``.json``: each fit leaves
-                its report there, too, or beside the run's record where that cannot be written.
-            strict: Raise where the default is to warn and go on.
-            others: There are none; the answer names the nearest.
+            trust: ``"measured"`` tests the numbers of every change on the first batch, and its speed on whole training
+                steps during the training, so that the run is never slower than plain. ``"checked"`` tests the numbers
+                alone. ``"unchecked"`` applies changes without a test.
+            report: ``True`` adds a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` unless the Trainer has one;
+                ``False`` does not. The name of a file that ends in ``.html``, ``.md`` or ``.json`` makes each fit write
+                its report there, too, or beside the run's record if the file cannot be written.
+            strict: Whether to raise an error in place of a warning.
+            others: Not allowed; the error names the nearest setting.
         """
         settings = {name: value for name, value in locals().items() if name in DEFAULTS}
         try:
@@ -239,21 +239,21 @@ class Arguments:
             raise
 
     def _configure(self, settings: dict[str, Any]) -> None:
-        """What the class makes of them."""
+        """Sets up the subclass with the settings."""
 
 
 _PARAMETERS = list(inspect.signature(Arguments.__init__, eval_str=True).parameters.values())[:-1]
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in _PARAMETERS[1:]}
-"""The ten settings, and the default of each."""
+"""The ten settings and their defaults."""
 
-# Lightning's command line takes every value: what is wrong with one is said here, in one line.
+# Lightning's command line accepts every value, so that the one-line error comes from here.
 Arguments.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [_PARAMETERS[0], *(one.replace(annotation=one.annotation | Any) for one in _PARAMETERS[1:])], return_annotation=None
 )
 
 
 def unknown(owner: str, name: str, value: Any) -> str:
-    """The answer to a setting that there is not."""
+    """Returns the error message for a setting that does not exist."""
     if name in declarations():
         return f"{owner} has no setting {name!r}: {written(name, value)} sets it."
     return f"{owner} has no setting {name!r}{nearest(name, list(DEFAULTS)) or '.'} Allowed: {', '.join(DEFAULTS)}."

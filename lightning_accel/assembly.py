@@ -1,4 +1,4 @@
-"""Which techniques a plan comes to, and their face for a plain PyTorch loop: :func:`accelerate`."""
+"""Techniques built from a plan, and :func:`accelerate`, which applies them in a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_accel.tuning.loop import LoopTuning
 from lightning_accel.tuning.tuning_result import Tuning
 
 LIGHTNINGS_OWN = ("precision", "preprocess")
-"""Techniques that Lightning's own parts do in a Lightning run."""
+"""Techniques that plugins and loops of Lightning carry out in a Lightning run."""
 
 
 def build_context(
@@ -37,14 +37,14 @@ def build_context(
     device: torch.device | None = None,
     in_plain_loop: bool = False,
 ) -> BuildContext:
-    """The techniques that ``plan`` asks for, in the order in which they are applied, and what they have for each other.
+    """Builds the techniques that ``plan`` enables, in the order of application, and the data that they share.
 
     Args:
         plan: The settings.
-        model: What they will be applied to.
+        model: The model to which the techniques will be applied.
         host: The machine.
-        device: Where the model will compute; None: where it is.
-        in_plain_loop: Whether to do, too, what Lightning does itself.
+        device: The device on which the model will compute. None stands for the model's current device.
+        in_plain_loop: Whether to build the techniques that Lightning carries out itself, too.
     """
     around = BuildContext(model, host, device or device_of(model), plan.trust != "unchecked", plan.settings())
     for name, declaration in declarations().items():
@@ -63,11 +63,11 @@ def build_context(
 
 @dataclass(frozen=True)
 class NamedFallback:
-    """A way to need less memory, and whose it is.
+    """A way to need less memory, and the technique that offers this way.
 
     Attributes:
-        name: The technique's.
-        fallback: The way.
+        name: The technique's name.
+        fallback: The way to need less memory.
     """
 
     name: str
@@ -75,31 +75,31 @@ class NamedFallback:
 
     @property
     def settings(self) -> Any:
-        """As plain values, for checkpoints: ``"full"``, or a mapping where that does not say it."""
+        """Returns the settings as plain values for checkpoints: ``"full"``, or a mapping if one word is not enough."""
         settings = self.fallback.settings
         return plain(settings.short() if isinstance(settings, Options) else settings)
 
     @property
     def plan(self) -> Plan:
-        """A plan that has it from the beginning."""
+        """Returns a plan that uses the fallback from the first step on."""
         return Plan().replace(**{self.name: self.fallback.settings})
 
     def __str__(self) -> str:
         return repr(self.plan)[len("Plan(") : -1]
 
     def make(self, around: BuildContext) -> Technique | None:
-        """The technique with these settings, for a run under way; it becomes one of ``around``."""
+        """Builds the technique with these settings for a run under way, and adds it to ``around``."""
         around.settings = {**around.settings, self.name: self.fallback.settings}
         technique = declarations()[self.name].technique.from_settings(self.fallback.settings, around)
         if technique is not None:
             technique.run.verify = around.verify
-            technique.run.on_by_default = True  # nobody asked for it: where it cannot be had, another one may
+            technique.run.on_by_default = True  # the user did not ask for it: if it fails, another one may follow
             around.techniques = [*(one for one in around.techniques if one.name != self.name), technique]
         return technique
 
 
 def fallbacks_for(around: BuildContext) -> list[NamedFallback]:
-    """What the techniques can do where a step has run out of memory, beginning with what costs the least time."""
+    """Returns the techniques' fallbacks for a step that ran out of memory, the one that costs the least time first."""
     found = [
         NamedFallback(name, fallback)
         for name, declaration in declarations().items()
@@ -109,12 +109,12 @@ def fallbacks_for(around: BuildContext) -> list[NamedFallback]:
 
 
 class AcceleratedModel:
-    """A model at work under a plan, in a plain PyTorch loop: what :func:`accelerate` returns.
+    """A model accelerated by a plan in a plain PyTorch loop, as :func:`accelerate` returns it.
 
     Attributes:
         model: The module that was passed in.
-        engine: What does it all: decisions, techniques.
-        scaler: The gradient scaler; it passes everything through unless the precision is ``"16-mixed"``.
+        engine: The engine, which decides on the techniques and applies them.
+        scaler: The gradient scaler. It does nothing unless the precision is ``"16-mixed"``.
     """
 
     def __init__(self, engine: Engine, scaler: torch.amp.GradScaler, tuning: LoopTuning | None = None) -> None:
@@ -125,35 +125,35 @@ class AcceleratedModel:
 
     @property
     def report(self) -> Report:
-        """What was done, where, and why not elsewhere."""
+        """Returns the report: the changes, their sites, and the reasons why other sites stay unchanged."""
         return self.engine.report
 
     @property
     def memory_schedule(self) -> MemorySchedule | None:
-        """With a memory budget, what each block does for it, once that is decided; else None. It outlives the run."""
+        """Returns what each block does for the memory budget, also after the run. None if no budget or undecided."""
         budget = self.engine.technique(MemoryBudget)
         return None if budget is None else budget.memory_schedule
 
     @property
     def tuning(self) -> Tuning | None:
-        """What live trials have come to; None before they began, and where there are none. It outlives the run."""
+        """Returns the results of live trials, also after the run. None if no trials have begun."""
         return None if self._tuning is None else self._tuning.tuning
 
     def step(self, stage: str = "train") -> AbstractContextManager[None]:
-        """Enter it around forward and loss of every step: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """Returns a context for forward and loss of a ``"train"``, ``"validate"``, ``"test"`` or ``"predict"`` step."""
         if self._tuning is not None:
             self._tuning.step_begins() if stage == "train" else self._tuning.interrupt()
         return self.engine.step(stage)
 
     def batch(self, batch: Any, stage: str | None = None) -> Any:
-        """Prepares a batch, any structure of tensors: on the device, in the layout and with the transforms of the plan.
+        """Moves a batch, any structure of tensors, to the device and applies the plan's layout and transforms.
 
-        The stage is that of the step under way, else ``"train"`` or ``"validate"`` as the model's own mode has it.
+        The stage defaults to that of the current step, else to ``"train"`` or ``"validate"`` by the model's own mode.
         """
         return self.engine.batch(batch, stage)
 
     def undo(self) -> None:
-        """Takes every edit back: the model is again the one that was passed in. The report stays."""
+        """Undoes every edit, so that the model is again as it was passed in. The report stays."""
         if self._tuning is not None:
             self._tuning.close()
         self.engine.undo()
@@ -184,11 +184,11 @@ def accelerate(
 
     Args:
         model: The module, on its device.
-        plan: What to do; by default what ``AccelPlugin()`` does.
-        optimizers: Those that train the model. Unless they are torch's own and have all of its parameters, others are
-            looked for at the first step, in the whole process; one that is made later, and given a state of another
-            layout, would not be noticed.
-        steps: How many training steps there will be, about: what live trials may cost hangs on it.
+        plan: The settings; by default those of ``AccelPlugin()``.
+        optimizers: The optimizers that train the model. If they are not torch's own, or lack some of its parameters,
+            the first step searches the whole process for others. An optimizer that is made later and given a state of
+            another layout is not noticed.
+        steps: The approximate number of training steps. It limits how much time live trials may take.
         host: The machine to decide for; by default the one that holds the model's parameters.
 
     Raises:

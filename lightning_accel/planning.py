@@ -29,7 +29,7 @@ def plan_memory(
     blocks: Sequence[str] = (),
     offloading: OffloadingSetting | OffloadingOptions = "auto",
 ) -> MemorySchedule:
-    """Finds what each block of ``model`` should do so that a training step fits into ``budget``, at the least time.
+    """Plans for each block of ``model`` what lets a training step fit into ``budget`` and costs the least time.
 
     ```python
     def train_step(model, batch):
@@ -43,26 +43,26 @@ def plan_memory(
     patches = plan.apply(model)  # patches.undo() takes it back
     ```
 
-    It runs ``step_fn`` about ten times (over sixty more where no optimizer of torch's steps in it). Parameters,
-    buffers, gradients, random streams and the state of the optimizers that stepped are afterwards as they were; what
-    else it changes stays changed: a gradient scaler, a learning rate scheduler, other modules.
+    It runs ``step_fn`` about ten times, and over sixty more times if no torch optimizer steps in ``step_fn``.
+    Afterwards it restores parameters, buffers, gradients, random streams and the state of the optimizers that stepped.
+    Other changes stay: a gradient scaler, a learning rate scheduler, other modules.
 
     Args:
         model: The model, on its device.
-        batch: A batch, the largest that will come.
-        budget: The most that a training step may have allocated at one time, everything included: bytes, text such as
-            ``"12GiB"``, or a share of the device, ``"40%"``.
-        step_fn: Called as ``step_fn(model, batch)``: a whole training step, forward, backward and optimizer.
-        blocks: Class names or module paths of the blocks; empty: found by themselves.
-        offloading: Where blocks may offload to; ``"auto"``: the host's memory on a GPU, nowhere on a CPU; ``"off"``:
+        batch: The largest batch that the training will have.
+        budget: The most memory that a training step may have allocated at one time, everything included: bytes, text
+            such as ``"12GiB"``, or a share of the device, ``"40%"``.
+        step_fn: A whole training step, forward, backward and optimizer, called as ``step_fn(model, batch)``.
+        blocks: Class names or module paths of the blocks; if empty, the repeated blocks are found automatically.
+        offloading: Where blocks may offload to. ``"auto"``: the host's memory on a GPU, nowhere on a CPU. ``"off"``:
             nowhere.
 
     Returns:
-        The plan, predicted and measured.
+        The plan, with predicted and measured values.
 
     Raises:
-        ValueError: The budget is no amount of memory, or less than any choice needs; the least is named.
-        RuntimeError: Another profiler is at work (on a CPU), or ``step_fn`` calls no block with gradients.
+        ValueError: The budget is not an amount of memory, or is too small. The message names the least possible amount.
+        RuntimeError: Another profiler is active (on a CPU), or ``step_fn`` calls no block with gradients.
     """
     settings = Plan(
         precision="32-true",

@@ -1,7 +1,7 @@
-"""``Trainer(strategy="accel")`` works whichever of lightning_accel and Lightning is imported first.
+"""Registration of the strategies by name, as in ``Trainer(strategy="accel")``, with any order of imports.
 
-Lightning has no entry point by which to learn of strategies, and to import it takes seconds: ``import lightning_accel``
-takes milliseconds, and registers the names when a package of Lightning's is there.
+Lightning has no entry point for strategies and takes seconds to import. ``import lightning_accel`` takes milliseconds,
+and registers the names as soon as the program imports a Lightning package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {
 
 
 def register_strategies() -> None:
-    """Registers the names with each of Lightning's packages that is imported, now or later."""
+    """Registers the strategy names with each Lightning package that the program has imported or imports later."""
     _at_import(_register)
 
 
@@ -44,7 +44,7 @@ def _made_when_asked_for(class_name: str, package: Package) -> Callable[..., Any
 
 
 def _at_import(told: Callable[[Package], None]) -> None:
-    """Calls ``told`` with every package: now where the program has imported it, else when it has."""
+    """Calls ``told`` with every Lightning package: now if the program has imported it, else after its import."""
     for package in imported():
         told(package)
     missing = {getattr(one, part): (one, part) for one in PACKAGES for part in LAST_NAMES if not one.is_imported(part)}
@@ -53,7 +53,7 @@ def _at_import(told: Callable[[Package], None]) -> None:
 
 
 class _AtImport(MetaPathFinder):
-    """Finds a package as the other finders do, to hear of it when it is there."""
+    """A finder that delegates to the other finders and then watches the import of a Lightning package."""
 
     def __init__(self, missing: dict[str, tuple[Package, str]], told: Callable[[Package], None]) -> None:
         self._missing = missing
@@ -73,7 +73,7 @@ class _AtImport(MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # it is as it was
+                del loader.exec_module  # restores the loader's own method
                 execute(module)
                 self._missing.pop(fullname, None)
                 if not self._missing and self in sys.meta_path:

@@ -1,4 +1,4 @@
-"""The plan of one run: the ten settings, checked when made; to YAML and back without loss."""
+"""The plan of a run: the ten settings, checked when a plan is made, and converted to YAML and back without loss."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PAGE = Rule("a file that ends in .html, .md, .json", lambda name, path: path.en
 
 
 class Plan(Arguments):
-    """What a run does: the settings of :class:`~lightning_accel.AccelPlugin`, checked.
+    """The settings of a run, checked; they are those of :class:`~lightning_accel.AccelPlugin`.
 
-    ``Plan(precision="bf16-mixed", techniques={"loss": "off"})``; whatever is not given is as ``AccelPlugin()`` has it.
-    YAML 1.1 reads a bare ``off`` or ``on`` as a boolean, so ``False`` is ``"off"`` everywhere, and ``True`` is ``"on"``
-    where there is something to switch on. A plan cannot be changed; :meth:`replace` gives another.
+    ``Plan(precision="bf16-mixed", techniques={"loss": "off"})`` has the defaults of ``AccelPlugin()`` elsewhere. YAML
+    1.1 reads a bare ``off`` or ``on`` as a boolean. So ``False`` means ``"off"``, and ``True`` means ``"on"`` for
+    settings that can be switched on. A plan is immutable; :meth:`replace` returns another one.
 
     Raises:
         ValueError: A value is not among those allowed, or two settings contradict each other.
@@ -61,7 +61,7 @@ class Plan(Arguments):
                 declaration.technique.traits.conflicts(whole[name], whole, self.trust != "unchecked")
 
     def of(self, technique: str) -> Any:
-        """The value of one technique, or its options."""
+        """Returns the value or the options of one technique."""
         declaration, (setting, *names) = declarations()[technique], place_of(technique)
         if setting in _BY_NAME:
             return declaration.read(getattr(self, setting).get(technique, declaration.default))
@@ -75,26 +75,26 @@ class Plan(Arguments):
         return declaration.options(**dict(zip(own, values, strict=False)))
 
     def settings(self) -> dict[str, Any]:
-        """The value of every technique, or its options, by its name."""
+        """Returns the value or the options of every technique, by name."""
         return {name: self.of(name) for name in declarations()}
 
     def is_off(self, technique: str) -> bool:
-        """Whether a technique is switched off."""
+        """Returns whether a technique is switched off."""
         return declarations()[technique].is_off(self.of(technique))
 
     @property
     def on_oom(self) -> Any:
-        """What becomes of a training step that runs out of memory: ``"answer"``, ``"split"``, ``"off"``."""
+        """Returns the response to a training step that runs out of memory: ``"answer"``, ``"split"`` or ``"off"``."""
         return MemoryOptions.read(self.memory).on_oom
 
     def replace(self, **changes: Any) -> Plan:
-        """This plan with some settings changed: ``plan.replace(compile="on", loss="off", trust="checked")``.
+        """Returns a copy with other settings: ``plan.replace(compile="on", loss="off", trust="checked")``.
 
-        A technique may be set by its name here, whichever setting takes it. Of ``techniques`` and ``lossy`` those that
-        are named change.
+        A technique may be named directly, whichever setting holds it. ``techniques`` and ``lossy`` are merged: entries
+        that are not named stay.
         """
         declared, found = declarations(), dict(vars(self))
-        # A setting of a technique's name is the technique's where it is not given as options.
+        # A name that a setting and a technique share means the technique unless the value is a group of options.
         has_options = {name for name in found if isinstance(changes.get(name), Options | Mapping)}
         by_name = [name for name in changes if name in declared and name not in has_options]
         for name in changes.keys() - by_name:
@@ -118,15 +118,15 @@ class Plan(Arguments):
         return Plan(**found)
 
     def given(self) -> dict[str, Any]:
-        """The settings that are not the default ones."""
+        """Returns the settings that differ from the defaults."""
         values = {name: dict(value) if name in _BY_NAME else value for name, value in vars(self).items()}
         return {name: value for name, value in values.items() if value != DEFAULTS[name]}
 
     def to_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """The plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``.
+        """Returns the plan as plain values: valid keyword arguments of ``Plan`` and of ``AccelPlugin``.
 
         Args:
-            whole: Whether settings that are the default ones are written, too.
+            whole: Whether to include settings at their defaults.
         """
         values = {name: plain(value) for name, value in (vars(self) if whole else self.given()).items()}
         if "preprocess" in values:
@@ -135,17 +135,17 @@ class Plan(Arguments):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """The plan with these settings, defaults elsewhere.
+        """Makes the plan that has these settings, and defaults elsewhere.
 
         Raises:
-            TypeError: A key is no setting of a plan; the nearest one is named.
+            TypeError: A key is not a setting; the message names the nearest one.
         """
         if not isinstance(values, Mapping):
             raise TypeError(f"A plan is a mapping of settings to values, not {type(values).__name__}: {values!r}.")
         return cls(**{str(name): value for name, value in values.items()})
 
     def to_yaml(self, path: str | Path | None = None) -> str:
-        """The plan as YAML text, written to ``path`` too when one is given."""
+        """Returns the plan as YAML text, and writes the text to ``path`` if a path is given."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False)
         if path is not None:
             write_whole(Path(path), text)
@@ -153,7 +153,7 @@ class Plan(Arguments):
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Plan:
-        """Reads YAML text, or the file at a :class:`~pathlib.Path`."""
+        """Makes a plan from YAML text, or from the file at a :class:`~pathlib.Path`."""
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         return cls.from_dict(yaml.safe_load(text) or {})
 
@@ -184,7 +184,7 @@ def _made(settings: dict[str, Any]) -> Plan:
 
 
 def _by_name(setting: str, values: Any) -> dict[str, Any]:
-    """The techniques of ``techniques`` or ``lossy`` that are not as by default."""
+    """Checks the value of ``techniques`` or ``lossy`` and returns the entries that differ from the defaults."""
     if not isinstance(values, Mapping):
         example = {"techniques": "{'loss': 'off'}", "lossy": "{'float8': 'tensorwise'}"}[setting]
         raise TypeError(f"{setting}={values!r}: give a mapping of a technique's name to its value, such as {example}.")
@@ -207,5 +207,5 @@ def _short(value: Any) -> Any:
 
 
 def without_answers(memory: Any) -> MemoryOptions:
-    """A plan's ``memory`` that lets a step which runs out of it end the run."""
+    """Returns a plan's ``memory`` with ``on_oom="off"``, so that a lack of memory ends the run."""
     return replace(MemoryOptions.read(memory), on_oom="off")

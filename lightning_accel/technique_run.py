@@ -1,4 +1,4 @@
-"""One technique in one run: its edits, and what the report says of them."""
+"""One technique in one run: its edits and its part of the report."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ R = TypeVar("R")
 
 
 class TechniqueRun:
-    """A technique at work on a model; ``record`` has its state and that of its sites.
+    """A technique applied to a model. ``record`` holds the states of the technique and of its sites.
 
     Args:
         technique: The technique.
         record: Its part of the report.
-        decisions: The verdicts of the run; those on this technique are added.
-        degrade: Called with what was asked for and is not done.
-        refresh: Called after a change of what the technique has to do in a step.
+        decisions: The verdicts of the run, to which those on this technique are added.
+        degrade: Called with a message if something that was requested is not done.
+        refresh: Called after a change of what the technique does in a step.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class TechniqueRun:
     ) -> None:
         self.technique, self.name, self.record = technique, technique.name, record
         self.traits, self.context = technique.traits, technique.run
-        self.patches, self.optimizer_patches = PatchSet(), PatchSet()  # in force or not yet
-        self.is_disabled = False  # by live trials, for the steps to come
+        self.patches, self.optimizer_patches = PatchSet(), PatchSet()  # applied or waiting
+        self.is_disabled = False  # by live trials, for the following steps
         self.is_closed = False
         self._decisions, self._degrade, self._refresh = decisions, degrade, refresh
-        self._variant: str | None = None  # that live trials have switched to; None: none yet
+        self._variant: str | None = None  # the one that live trials have switched to
 
     @property
     def is_active(self) -> bool:
@@ -62,13 +62,13 @@ class TechniqueRun:
 
     @property
     def has_edits(self) -> bool:
-        """Whether it has edits, in force or not yet."""
+        """Whether the technique has edits, applied or waiting."""
         return bool(self.patches or self.optimizer_patches)
 
     # -- sites -------------------------------------------------------------------------------------------------
 
     def find_sites(self, model: nn.Module, host: Host) -> None:
-        """Takes up what the technique finds in the model."""
+        """Proposes the edits for the sites that the technique finds in the model."""
         one, nothing = self.traits, list[Patch]()
         find = self.technique.sites
         found = self.ask(f"look at {type(model).__name__}", lambda: [*find(model, host)], otherwise=nothing)
@@ -85,7 +85,7 @@ class TechniqueRun:
         self.take_notes()
 
     def edit_optimizers(self, named: Mapping[str, Optimizer]) -> None:
-        """Takes up what the technique finds in optimizers, and puts it in force at once."""
+        """Proposes and immediately applies the edits for the sites that the technique finds in optimizers."""
         for claim in self.technique.optimizer_sites(named):
             verdict = self._decisions.get(self.name, {}).get(claim.site)
             if verdict is not None and not verdict.keep:
@@ -98,13 +98,13 @@ class TechniqueRun:
                 self.settle()
 
     def warn_if_missing(self) -> None:
-        """Warns if the user asked for the technique by name and it has found nothing to do."""
+        """Warns if the user requested the technique by name and it has found no site."""
         if self.context.explicit and not self.has_edits and not self.traits.acts_without_sites:
             reason = "; ".join(self.record.refusals.values()) or "this model has nothing for it"
             self._degrade(f"{self.name} was asked for and found no site: {reason}")
 
     def apply_early(self) -> None:
-        """Puts the edits in force that are so before their trial, or without one."""
+        """Applies the edits that precede their trial or need no trial."""
         is_early = self.traits.applied_before_trial or not self.context.verify
         if not is_early or (self.context.live is not None and self.context.live.starts_off):
             return
@@ -114,19 +114,19 @@ class TechniqueRun:
             self.settle()
 
     def trial(self) -> AbstractContextManager[Verdicts]:
-        """Around the forward pass in which the edits are tried; without a trial all of them are kept."""
+        """Returns the context of the forward pass that tests the edits. Without a trial, it keeps all edits."""
         if self.context.verify:
             return self.technique.trial(self.patches)
         return nullcontext({patch.site: Verdict("kept") for patch in self.patches})
 
     def conclude(self, verdicts: Verdicts) -> None:
-        """Applies the verdicts of a trial. If the trial was complete, keeps them for resumed and later runs, too."""
+        """Applies the verdicts of a trial, and remembers them for resumed and later runs if the trial was complete."""
         if all(verdict.kind != "too_dear" for verdict in verdicts.values()):
             self._remember(verdicts)
         self.carry_out(verdicts)
 
     def carry_out(self, verdicts: Verdicts) -> None:
-        """Puts the edits in force that these verdicts keep, and undoes the others."""
+        """Applies the edits that these verdicts keep, and undoes the others."""
         self.record.change("decided")
         self.tell(Decided(verdicts))
         for patch in list(self.patches):
@@ -138,7 +138,7 @@ class TechniqueRun:
         self.settle()
 
     def settle(self) -> None:
-        """Tells the technique, and then the report, that its edits have changed."""
+        """Tells the technique that its edits have changed, and updates the report."""
         self.tell(Settled())
         if not self.is_active:
             return
@@ -152,7 +152,7 @@ class TechniqueRun:
     # -- live trials -------------------------------------------------------------------------------------------
 
     def arm(self) -> Arm | None:
-        """What live trials may switch; None if nothing, or while it is still to be tried itself."""
+        """Returns what live trials may switch. None if there is nothing, or before the technique's own trial."""
         if self.context.live is None or (self.record.state == "waiting" and self.context.verify):
             return None
         patches = [*self.patches, *self.optimizer_patches]
@@ -160,11 +160,11 @@ class TechniqueRun:
         live, settle = self.context.live, max((patch.settle for patch in patches), default=0)
         choices = choices or live.variants
         if len(choices) > 1 and not live.starts_off and live.setup is None:
-            self.switch(choices[0])  # optimizers of several kinds may each have begun with another one
+            self.switch(choices[0])  # optimizers of several kinds may have begun with different variants
         return Arm(self.name, choices, self.switch, settle, **vars(live)) if choices else None
 
     def switch(self, variant: str) -> None:
-        """Has all of its sites go another way from the next step on: a variant's, or the user's own."""
+        """Switches all sites of the technique to a variant, or to the original, from the next step on."""
         self._variant = variant
         patches = [*self.patches, *self.optimizer_patches]
         for patch in patches if variant != OFF else reversed(patches):
@@ -194,21 +194,21 @@ class TechniqueRun:
             self.record.sites.change(patch.site, "ON", remark, measured)
 
     def _refuse(self, site: str, reason: str, measured: Measurement | None = None) -> SiteChanged:
-        """Undoes an edit for good."""
+        """Undoes an edit permanently."""
         for patches in (self.patches, self.optimizer_patches):
             if site in patches:
                 patches.drop(site)
         return self.record.sites.change(site, "OFF", reason, measured)
 
     def _remember(self, verdicts: Verdicts) -> None:
-        """Has verdicts hold for resumed and later runs, too."""
+        """Stores verdicts for resumed and later runs."""
         if self.traits.remembers:
             self._decisions[self.name] = self._decisions.get(self.name, {}) | verdicts
 
-    # -- what the technique says -------------------------------------------------------------------------------
+    # -- messages from and to the technique --------------------------------------------------------------------
 
     def take_notes(self) -> list[SiteChanged]:
-        """Acts on what the technique has said; returns the changes of sites that come of it."""
+        """Applies the refusals, revisions and warnings that the technique has noted, and returns the changed sites."""
         refused, revised, warned = self.context.take()
         record = self.record
         changes = [self._refuse(site, one.reason, one.measured) for site, one in refused.items()]
@@ -224,10 +224,10 @@ class TechniqueRun:
         return changes
 
     def ask(self, what: str, call: Callable[..., R], *args: Any, otherwise: R) -> R:
-        """Calls the technique; reverts it, with a warning, if it raises an error.
+        """Calls the technique, and reverts it with a warning if it raises an error.
 
-        Errors that tell the user something go through: a ``ValueError`` on a setting, an ``AccelError``. So does a lack
-        of memory.
+        Errors for the user pass through: a ``ValueError`` on a setting, an ``AccelError``. So does an out-of-memory
+        error.
         """
         try:
             return call(*args)
@@ -242,25 +242,25 @@ class TechniqueRun:
         return otherwise
 
     def tell(self, event: Event) -> None:
-        """Tells the technique what has happened."""
+        """Sends an event to the technique."""
         self.ask(f"hear of {type(event).__name__}", self.technique.on, event, otherwise=None)
 
     def enter(self, stack: ExitStack, what: str, make: Callable[..., Any], *args: Any) -> Any:
-        """Enters a context that the technique makes; returns what it yields, None if the technique raised."""
+        """Enters a context that the technique makes, and returns what it yields. None if the technique raised."""
         return self.ask(what, lambda: stack.enter_context(make(*args)), otherwise=None)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def leave_out(self, reason: str) -> None:
-        """Undoes all edits before they were tried."""
+        """Undoes all edits before their trial."""
         self.record.change("left out", reason, is_on=False)
         for patch in list(self.patches):
             self._refuse(patch.site, reason)
 
     def revert(self, reason: str, kind: VerdictKind) -> None:
-        """Undoes all edits for the rest of the run, and remembers it for a resumed one.
+        """Undoes all edits for the rest of the run, and remembers this for a resumed run.
 
-        The technique is closed when the run ends: layouts that DistributedDataParallel counts on are held until then.
+        The technique closes only when the run ends: DistributedDataParallel relies on its layouts until then.
         """
         self.record.change("reverted", f"taken back: {reason}", is_on=False)
         for patch in [*self.patches, *self.optimizer_patches]:

@@ -1,1 +1,1 @@
-"""Where the techniques meet a Lightning run."""
+"""Integration of the techniques into Lightning runs."""

@@ -1,4 +1,4 @@
-"""The measure of speed and memory that a fit has where the user gave none: no callback of the Trainer."""
+"""The :class:`SpeedMemoryLogger` of a fit whose Trainer has none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_accel.settings import Plan
 
 
 class AddedLogger:
-    """A :class:`SpeedMemoryLogger` beside the callbacks of a Trainer, from the fit's start to its end.
+    """A :class:`SpeedMemoryLogger` that runs during a fit but is not in the Trainer's list of callbacks.
 
     Attributes:
-        logger: The measure.
+        logger: The logger.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -23,13 +23,13 @@ class AddedLogger:
 
     @classmethod
     def where_wanted(cls, plan: Plan, trainer: Trainer, module: LightningModule) -> AddedLogger | None:
-        """For the fit that begins; None where the plan logs nothing, and where the user has a logger of this kind."""
+        """Makes one for the fit that begins. None if the plan logs nothing or the Trainer has a logger of this kind."""
         if not plan.report or trainer.barebones or speed_memory_loggers(trainer):
             return None
         return cls(trainer, module)
 
     def close(self) -> None:
-        """Ends the record of the fit, and takes the edits to the Trainer back."""
+        """Ends the record of the fit, and undoes the edits to the Trainer."""
         self.logger.on_fit_end(self._trainer, self._module)
         self.logger.teardown(self._trainer, self._module, "fit")
         self._layer.undo()

@@ -1,4 +1,4 @@
-"""Mixed precision as a Trainer takes it: an ``Autocast`` that is a precision plugin of Lightning's."""
+"""Mixed precision for a Trainer: an ``Autocast`` that is also a Lightning precision plugin."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.grad_scaler import check_optimizer
 from lightning_accel.techniques.mixed_precision import Autocast
 
-# Where Lightning's own precision="16-mixed" keeps the scaler's state in checkpoints: now, and before 1.6.
+# The keys of the scaler's state in checkpoints of Lightning's own precision="16-mixed": now, and before Lightning 1.6.
 _SCALER_KEYS = ("MixedPrecision", "native_amp_scaling_state")
 
 
 class AutocastPrecision(Autocast, Precision):
-    """An :class:`Autocast` that a Trainer takes as its precision plugin."""
+    """An :class:`Autocast` that a Trainer accepts as its precision plugin."""
 
-    _lightnings: Precision  # of the Trainer's package: other packages do not clip the gradients of its modules
+    _lightnings: Precision  # of the Trainer's package: another package would not clip the gradients of its modules
     _unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
-    _hidden_warning: Any = None  # its filter
+    _hidden_warning: Any = None  # the filter that hides a warning
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """What ``isinstance`` sees: a ``MixedPrecision`` while it autocasts, otherwise its type.
+        """Returns what ``isinstance`` sees: ``MixedPrecision`` during autocasting, otherwise the plugin's type.
 
-        Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) read the compute dtype in this
-        way, and the precision is known only after the plugin was made.
+        Lightning's helpers (:class:`~lightning.pytorch.callbacks.ThroughputMonitor`) derive the compute dtype from the
+        class, and the precision becomes known only after the plugin was made.
         """
         kind: Any = type(self)
         return kind if self.precision == "32-true" else _as_mixed(kind)
@@ -50,13 +50,13 @@ class AutocastPrecision(Autocast, Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         self.accept(optimizers)
         if self.is_ours and self._hidden_warning is None:
-            # Lightning's summary, which comes next, warns of every mixed precision. Nobody asked for this one.
+            # Lightning's model summary, printed next, warns of any mixed precision. The user did not choose this one.
             warnings.filterwarnings("ignore", f"Precision {self.precision} is not supported by the model summary")
             self._hidden_warning = warnings.filters[0]
         return super().connect(model, optimizers, lr_schedulers)
 
     def accept(self, optimizers: Sequence[Optimizer]) -> None:
-        """Checks the optimizers of the run and has the gradient scaler watch them."""
+        """Checks the optimizers of the run and registers them with the gradient scaler."""
         for optimizer in optimizers:
             check_optimizer(optimizer, self.precision)
         if self.scaler is not None:
@@ -70,7 +70,7 @@ class AutocastPrecision(Autocast, Precision):
         return super().pre_backward(tensor, module)
 
     def let_go_of(self, loss: Tensor) -> None:
-        """Frees the graph of a scaled loss whose backward pass will not run."""
+        """Frees the graph of a scaled loss that gets no backward pass."""
         for one in (loss, None if self._unscaled is None else self._unscaled()):
             if one is not None and one.grad_fn is not None:
                 one.detach_()
@@ -78,16 +78,16 @@ class AutocastPrecision(Autocast, Precision):
     def scaled_optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Runs ``closure`` and steps with its unscaled gradients, as Lightning's ``MixedPrecision`` does with float16.
+        """Runs ``closure`` and steps with unscaled gradients, as Lightning's ``MixedPrecision`` does with float16.
 
-        Fused optimizers step with unscaled gradients, too: Lightning's class refuses to clip theirs.
+        Fused optimizers get unscaled gradients, too, since Lightning's class refuses to clip theirs.
         """
         closure_result = closure()
-        # If training_step returned None there is no new gradient, and the scaler must not unscale older ones again.
+        # If training_step returned None, there is no new gradient. The scaler must not unscale older gradients again.
         is_skipped = closure_result is None and model.automatic_optimization
         scaler = self.scaler  # None if the step raised and the rest of the run is in float32
         if scaler is not None and not is_skipped:
-            scaler.unscale_(optimizer)  # before hooks look at gradients, and before they are clipped
+            scaler.unscale_(optimizer)  # before hooks read gradients, and before clipping
         after_closure(self._lightnings, model, optimizer)
         if scaler is None:
             optimizer.step(**kwargs)
@@ -110,7 +110,7 @@ class AutocastPrecision(Autocast, Precision):
         with step:
             yield
         if self.scaler is not None:
-            self.scaler.finish_step()  # with manual optimization every optimizer of this step has stepped
+            self.scaler.finish_step()  # with manual optimization, all optimizers of this step have stepped by now
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class AutocastPrecision(Autocast, Precision):
         if self.scaler is not None:
             self.scaler.forget()
         if self._hidden_warning is not None:
-            with suppress(ValueError):  # somebody has reset the filters
+            with suppress(ValueError):  # other code has reset the filters
                 warnings.filters.remove(self._hidden_warning)  # type: ignore[attr-defined]
             self._hidden_warning = None
 
@@ -139,13 +139,13 @@ class AutocastPrecision(Autocast, Precision):
 
     @override
     def __reduce__(self) -> Any:
-        # By itself, pickle refuses an object whose ``__class__`` is not its type.
+        # By default, pickle refuses an object whose ``__class__`` is not its type.
         return object.__new__, (type(self),), self.__getstate__()
 
 
 @functools.cache
 def _as_mixed(kind: Any) -> Any:
-    """``kind`` as a subclass of ``MixedPrecision`` as well. It has no instances; ``isinstance`` looks at its bases."""
+    """Derives a class from ``kind`` and ``MixedPrecision``. It has no instances; ``isinstance`` reads its bases."""
 
     class Mixed(kind, MixedPrecision):  # type: ignore[misc]
         pass
@@ -155,6 +155,6 @@ def _as_mixed(kind: Any) -> Any:
 
 @contextmanager
 def nested(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    """One context within another."""
+    """Enters ``outer``, then ``inner``."""
     with outer, inner:
         yield

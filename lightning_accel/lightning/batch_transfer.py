@@ -1,4 +1,4 @@
-"""The preprocess layer: batches get to the device by a pipeline around each loader, or where Lightning moves them."""
+"""The preprocess layer: a pipeline around each loader, or Lightning's own transfer, brings batches to the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_accel.lightning.private import combined_loader, is_sequential
 from lightning_accel.step.layers import Call, Layer
 
 _DEPTH = 2  # batches prepared ahead
-# What Lightning runs between a loader and the device: a batch that is prepared ahead would pass them too late.
+# Hooks that Lightning runs between loader and device. They must see a batch before it is preprocessed.
 _TRANSFER = "transfer_batch_to_device"
 _HOOKS_BEFORE = ("on_before_batch_transfer", _TRANSFER)
 
@@ -36,7 +36,7 @@ class BatchTransfer(Layer):
     """Transfers and preprocesses the batches of a Trainer, before ``on_after_batch_transfer``.
 
     A :class:`DevicePipeline` around each loader prepares batches ahead. If the user has overridden the transfer, or the
-    strategy brings loaders of its own, each batch is preprocessed at its transfer instead.
+    strategy makes its own loaders, each batch is preprocessed during its transfer instead.
     """
 
     name = "preprocess"
@@ -48,7 +48,7 @@ class BatchTransfer(Layer):
         transforms: Sequence[Transform],
         dtype: torch.dtype,
     ) -> None:
-        # If a training step takes its batches from the loader itself, Lightning transfers none.
+        # If the training step reads the loader directly, Lightning transfers no batches.
         self._takes_loader = takes_loader(trainer)
         self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty if there is a pipeline
         stages = ["process_dataloader"] if not self._why_inline else ["batch_to_device"] if transforms else []
@@ -73,14 +73,14 @@ class BatchTransfer(Layer):
 
     def around_batch_to_device(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         owner, datamodule = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
-        if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # by which Lightning chooses, too
+        if datamodule is not None and is_overridden(_TRANSFER, datamodule):  # as Lightning chooses
             owner = datamodule
-        # Between the user's two other hooks. Only here: Lightning moves example inputs through the same.
+        # Runs between the user's two other hooks. Active only here, since Lightning also moves example inputs this way.
         with applied(_Transfer(owner, self._preprocess, self._each_loaders)):
             return call(*args, **kwargs)
 
     def around_process_dataloader(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """A pipeline around a loader; the loader itself if its batches have to pass through Lightning's hooks."""
+        """Returns a pipeline around a loader, or the loader itself if its batches must pass Lightning's hooks."""
         loader = call(*args, **kwargs)
         if self._why_inline or (self._takes_loader and self._preprocess is None):
             return loader
@@ -107,7 +107,7 @@ class BatchTransfer(Layer):
         give_loaders_back(self._trainer)
 
     def _each_loaders(self, batch: Any) -> Any:
-        """Preprocesses a batch. If several loaders have made it, each part is preprocessed as in a pipeline."""
+        """Preprocesses a batch. A batch of several loaders is preprocessed in parts, one for each loader."""
         combined = combined_loader(_loop_under_way(self._trainer))
         if combined is None or is_sequential(combined):
             return self._preprocessed(0, batch)
@@ -118,13 +118,13 @@ class BatchTransfer(Layer):
         return None if batch is None else self._preprocess(batch, self._position_of(loader_idx))
 
     def _position(self, pipeline: DevicePipeline) -> Position:
-        """The position of the first batch of an iteration of a pipeline."""
+        """Returns the position of the first batch of an iteration of a pipeline."""
         combined = combined_loader(self._trainer.fit_loop)
         loaders = [] if combined is None else combined.flattened
         number = next((number for number, loader in enumerate(loaders) if loader is pipeline), None)
         if number is None:
             return Position(training=False)
-        # A step that fetches by itself is counted before it does so.
+        # A step that reads the loader directly is counted before it fetches.
         return self._position_of(number).ahead(-1 if self._takes_loader else 0)
 
     def _position_of(self, loader_idx: int) -> Position:
@@ -153,7 +153,7 @@ class _Transfer(Layer):
 
 
 def give_loaders_back(trainer: Trainer) -> None:
-    """Gives a Trainer's loops the user's own loaders back."""
+    """Restores the user's own loaders in a Trainer's loops."""
     fit, validate, test, predict = trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
     for loop in (fit, fit.epoch_loop.val_loop, validate, test, predict):
         if (combined := combined_loader(loop)) is not None:
@@ -161,7 +161,7 @@ def give_loaders_back(trainer: Trainer) -> None:
 
 
 def _can_be_ahead(loader: Any) -> bool:
-    """Whether batches may be fetched ahead: each has memory of its own and does not depend on when it is fetched.
+    """Returns whether batches may be fetched ahead: each has its own memory and does not depend on when it is fetched.
 
     A generator may fill one buffer over and over, keep its position, or yield what the model has just made.
     """
@@ -183,7 +183,7 @@ def _loop_under_way(trainer: Trainer) -> Any:
 
 
 def takes_loader(trainer: Trainer) -> bool:
-    """Whether the training step takes its batches from the loader itself."""
+    """Returns whether the training step reads its batches directly from the loader."""
     return is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
 
 

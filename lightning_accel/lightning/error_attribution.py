@@ -1,4 +1,4 @@
-"""Which techniques may have caused an error, by its words and by the code of ours in its traceback."""
+"""Finds the techniques that may have caused an error, from its message and from our code in its traceback."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WORDS = {
 
 
 def suspects(error: BaseException) -> list[str]:
-    """The names of the techniques that may have caused an error, the likeliest first."""
+    """Returns the names of the techniques that may have caused an error, the likeliest first."""
     if isinstance(error, EditError):
         return [error.technique]
     named = [technique for technique, words in _WORDS.items() if words.search(str(error))]
-    # Each technique is a file or a folder. One from outside of the package has a module of its own.
+    # Each technique is a file or a folder. A technique from outside the package has its own module.
     homes = {_home(declaration.technique.__module__): name for name, declaration in declarations().items()}
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     passed = [homes[home] for home in map(_home, reversed(modules)) if home in homes]

@@ -1,4 +1,4 @@
-"""`AccelFabricPlugin`: for loops of Lightning Fabric's, a face of :func:`~lightning_accel.accelerate`."""
+"""`AccelFabricPlugin`: :func:`~lightning_accel.accelerate` for loops of Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_accel.techniques.mixed_precision import MixedPrecision
 class AccelFabricPlugin(PluginBase, FabricPrecision):
     """Makes a Fabric loop run faster and smaller: ``Fabric(plugins=[AccelFabricPlugin()])``.
 
-    It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does, and does with the module that
-    ``fabric.setup`` is given what :func:`~lightning_accel.accelerate` does in a plain loop, from its first forward on.
-    Several modules that are set up before are one to it, in a list: their blocks are ``"0.encoder"``, ``"1.head"``. A
-    step begins with a forward in training mode and ends with the step of an optimizer, of several the one that steps
-    first. :meth:`teardown` gives the modules back as they were.
+    It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does. From the first forward on, it
+    applies :func:`~lightning_accel.accelerate` to the module given to ``fabric.setup``. Several modules that are set up
+    before then count as one list, with blocks named ``"0.encoder"``, ``"1.head"``. A step begins with a forward in
+    training mode and ends with the optimizer's step; of several optimizers, the one that steps first in the run ends
+    each step. :meth:`teardown` restores the modules.
 
     Attributes:
         plan: The settings.
-        precision: As asked for; the report says what ``"auto"`` came to.
+        precision: The requested precision, with ``"32-true"`` for ``"auto"``; the report shows the resolved one.
 
     Raises:
         ValueError: A value is not among those allowed, or two settings contradict each other.
@@ -45,19 +45,19 @@ class AccelFabricPlugin(PluginBase, FabricPrecision):
         self._reports = Reports()
         self._modules: list[nn.Module] = []
         self._handle: AcceleratedModel | None = None
-        self._ends_step: Any = None  # the optimizer that does
-        self._is_in_step = False  # a forward of it has begun
+        self._ends_step: Any = None  # the optimizer whose step ends a training step
+        self._is_in_step = False  # a forward of a training step has begun
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        if self._handle is not None:  # of another run
+        if self._handle is not None:  # a handle of an earlier run
             self.teardown()
         self._modules.append(module)
         return module
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._handle is None and self._modules:  # on their device only now
+        if self._handle is None and self._modules:  # the modules are on their device only now
             whole = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
             self._handle = accelerate(whole, self.plan)
             self._reports.begin(self._handle.report, is_fitting=True)

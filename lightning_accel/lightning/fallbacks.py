@@ -1,8 +1,8 @@
-"""What is changed before a failed step runs again: one class for each fallback, in the order in which they are tried.
+"""Changes that let a failed step run again: one class for each fallback, tried in a fixed order.
 
-After a lack of memory, an option on trial goes first. Then techniques that need less memory come on, one by one. After
-any other error, the step runs with less and less of ours: the likeliest technique goes first, then an option on trial,
-then everything.
+After an out-of-memory error, an option on trial is reverted first. Then techniques that need less memory are put on,
+one by one. After any other error, edits are reverted: first the likeliest technique, then an option on trial, then
+everything.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lightning_accel.lightning.step_snapshot import Attempt
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that fallbacks change, and what they ask of it.
+    """The parts of a run that fallbacks read and change.
 
-    ``revert`` takes a technique back for the rest of the run, with a reason and the kind of the verdict;
-    ``revert_option_on_trial`` returns whether an option was on trial in the step that has raised this.
+    ``revert`` takes a technique back for the rest of the run, with a reason and the kind of the verdict.
+    ``revert_option_on_trial`` returns whether an option was on trial in the step that raised the error.
     """
 
     module: LightningModule
@@ -47,7 +47,7 @@ class RunParts:
 
 @dataclass
 class Failure:
-    """A step that has raised; ``trains`` says whether it keeps activations for a backward pass."""
+    """A step that raised an error; ``trains`` says whether the step keeps activations for a backward pass."""
 
     attempt: Attempt
     error: Exception
@@ -57,15 +57,15 @@ class Failure:
 
     @property
     def remark(self) -> str:
-        """The error in a line, for the report."""
+        """Returns the error in one line, for the report."""
         return f"a step raised {one_line(self.error)}"
 
 
 class Fallback(ABC):
-    """One way to change a run so that a failed step may run.
+    """One change to a run after which a failed step may succeed.
 
     Attributes:
-        is_last: Whether an error is the user's own if the step raises it after this fallback.
+        is_last: Whether an error that the step raises after this fallback is the user's own.
     """
 
     is_last: ClassVar[bool] = False
@@ -75,33 +75,33 @@ class Fallback(ABC):
 
     @abstractmethod
     def prepare(self) -> bool:
-        """Changes something, once the step is taken back.
+        """Makes the change, after the step's effects were undone.
 
         Returns:
             False if there is nothing (left) to change. Then the next fallback follows.
         """
 
     def in_force(self) -> AbstractContextManager[None]:
-        """The context in which the step runs again."""
+        """Returns the context in which the step runs again."""
         return nullcontext()
 
     def succeeded(self) -> None:
-        """Tells the report, after the step has run. The default says nothing."""
+        """Adds a note to the report after the step has succeeded. The default adds none."""
         return
 
 
 class RevertSuspects(Fallback):
-    """Takes back the techniques that the error speaks of, one after the other."""
+    """Reverts the suspected techniques, one after the other."""
 
-    _names: list[str] | None = None  # those that are left
-    _certain: Collection[str] = ()  # those that go whether they are in force or not
+    _names: list[str] | None = None  # the remaining suspects
+    _certain: Collection[str] = ()  # techniques to revert even if they are not in force
     _reverted = ""
 
     @override
     def prepare(self) -> bool:
         error, parts = self._failure.error, self._parts
         if self._names is None:
-            # What another turn has left behind may be what this step could not take.
+            # The step may have failed on a tensor that an earlier turn left in another dtype or layout.
             self._certain = {*parts.outputs.mend(), *(self._failure.suspects if isinstance(error, EditError) else ())}
             self._names = list(dict.fromkeys([*self._certain, *self._failure.suspects]))
         while self._names:
@@ -124,7 +124,7 @@ class RevertSuspects(Fallback):
 
 
 class RevertOptionOnTrial(Fallback):
-    """Takes back the option that live trials had put on for this step."""
+    """Reverts the option that live trials tested in this step."""
 
     _is_done = False
 
@@ -142,7 +142,7 @@ class RevertOptionOnTrial(Fallback):
 
 
 class RevertAll(Fallback):
-    """Takes back everything: the step runs as the user wrote it, and so does the rest of the run."""
+    """Reverts everything: this step and the rest of the run are the user's own."""
 
     is_last = True
 
@@ -152,7 +152,7 @@ class RevertAll(Fallback):
         self._parts.engine.revert_all(self._failure.remark)
         model = self._parts.module.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # The other ranks are past the broadcast of buffers. DDP's forward sets this again for the next one.
+            # The other ranks are past the broadcast of buffers. DDP's forward sets this flag again for the next step.
             model.require_forward_param_sync = False
         return True
 
@@ -170,7 +170,7 @@ class RevertAll(Fallback):
 
 
 class NeedLessMemory(Fallback):
-    """Puts on what needs less memory and changes no number, one technique after the other, the cheapest first."""
+    """Puts on techniques that need less memory and change no number, one after the other, the cheapest first."""
 
     @override
     def prepare(self) -> bool:
@@ -178,7 +178,7 @@ class NeedLessMemory(Fallback):
 
 
 class EndTrialStep(Fallback):
-    """Takes back everything if the step was a trial step: the trial itself may be what has no memory."""
+    """Reverts everything if the step was a trial step: the trial itself may have exhausted the memory."""
 
     @override
     def prepare(self) -> bool:
@@ -190,7 +190,7 @@ class EndTrialStep(Fallback):
 
 
 class FreeCaches(Fallback):
-    """Runs a step of evaluation once more, since the caches of the failed one are free now."""
+    """Repeats a step of evaluation once, since the caches of the failed step are free now."""
 
     _is_done = False
 
@@ -201,7 +201,7 @@ class FreeCaches(Fallback):
 
 
 def fallbacks_for(failure: Failure, parts: RunParts) -> Sequence[Fallback]:
-    """The fallbacks for a failure, in the order in which they are tried."""
+    """Returns the fallbacks for a failure, in the order in which they are tried."""
     after_oom = RevertOptionOnTrial, NeedLessMemory, EndTrialStep, FreeCaches
     kinds: Sequence[type[Fallback]] = (
         after_oom if failure.lacks_memory else (RevertSuspects, RevertOptionOnTrial, RevertAll)

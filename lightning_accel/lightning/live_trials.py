@@ -1,4 +1,4 @@
-"""Live trials under a Trainer: which arms there are, when the trials begin, and who is told of them."""
+"""Live trials under a Trainer: collects the arms, starts the trials and reports their results."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.verdict_cache import Known, program_key
 
-_LOOKS_AGAIN = 16  # batches after which a run that was too short is asked again how long it is
-_TRIAL_BATCHES = 2  # on which the parts are tried
-_QUIET_BATCHES = 2  # after that, for caches to fill
+_LOOKS_AGAIN = 16  # batches between two checks of the remaining length of a run that is too short
+_TRIAL_BATCHES = 2  # batches on which techniques run their own trials
+_QUIET_BATCHES = 2  # batches after those trials, in which caches fill
 
 
 class LiveTuning:
-    """Live trials of one fit. They begin after the techniques' own trials. Report, console and loggers show them.
+    """The live trials of one fit. They begin after the techniques' own trials. Report, console and loggers show them.
 
     Attributes:
-        turns: What has to be told of batches and interruptions.
-        resumed: As given; a checkpoint may be read later.
+        turns: The turns, which must be told of batches and interruptions.
+        resumed: The tuning of an earlier run; a checkpoint may set it later.
     """
 
     def __init__(
@@ -58,38 +58,38 @@ class LiveTuning:
         self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
         self._own_arms, self.resumed, self._switched = own_arms, resumed, switched
         self._purse, self._program = purse, program
-        self._told: Choices | None = None  # what the console has heard that it holds
+        self._told: Choices | None = None  # the choices last printed on the console
         self._searches = Searches(trainer)
         self._key: Key | None = None
         self._known: Tuning | None = None
-        self._has_met = program is not None  # its first batch
-        self._seen = 0  # batches to train on
+        self._has_met = program is not None  # the first batch was met
+        self._seen = 0  # training batches so far
         self._quiet_batches = 0
         self._arms: list[Arm] = []
         self._is_too_short = self._is_nothing = False
-        self._batches = itertools.count(1)  # since that was found
+        self._batches = itertools.count(1)  # since the run was found to be too short
         self.turns = TrainerTurns(trainer, self._trials)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the rest of the run is plain, since nothing was faster or there is nothing to try."""
+        """Whether the rest of the run is plain, since no option was faster or there are no options."""
         trials = self.turns.trials
         return self._is_nothing if trials is None else trials.is_over
 
     @property
     def tuning(self) -> Tuning | None:
-        """What the trials have found so far; None before they began."""
+        """Returns the trials' results so far. Before the trials began: those of the resumed run, or None."""
         return self.resumed if self.turns.trials is None else self.turns.trials.tuning
 
     @property
     def settled(self) -> Tuning | None:
-        """What the trials have settled; None while they have not."""
+        """Returns the trials' results once they are settled; None before."""
         return self.tuning if self.tuning is not None and self.tuning.is_settled else None
 
     def yields(self, error: Exception) -> bool:
-        """Takes an arm back that was on trial in a step that raised. Returns whether there was one.
+        """Reverts the arm that was on trial in a step that raised. Returns whether there was one.
 
-        Where there was no memory for the run without the arms on trial, they stay, and nothing is asked any more.
+        If the run without the arms on trial has no memory, the arms stay and the trials end.
         """
         trials = self.turns.trials
         if trials is None:
@@ -105,7 +105,7 @@ class LiveTuning:
             self.turns.trials.lose(name)
 
     def give_up(self) -> None:
-        """Ends all trials: there is nothing left to switch."""
+        """Ends all trials, since nothing is left to switch."""
         if self.turns.trials is not None:
             self.turns.trials.give_up()
 
@@ -117,7 +117,7 @@ class LiveTuning:
             self._meet(batch)
         trainer = self._trainer
         self._seen += 1
-        # Ranks have to come to this at the same batch, and one that has taken its edits back tries nothing any more.
+        # All ranks must get here at the same batch, and a rank that reverted its edits has ended its trial early.
         is_trying = self._engine.is_trying if trainer.world_size == 1 else self._seen <= _TRIAL_BATCHES
         if is_trying or self._quiet_batches < _QUIET_BATCHES:
             self._quiet_batches += not is_trying
@@ -128,15 +128,15 @@ class LiveTuning:
             return None
         turns = turns_left(trainer)
         if self._key is None:
-            # A deterministic run decides nothing by the clock.
+            # A deterministic run bases no decision on time measurements.
             is_none = torch.are_deterministic_algorithms_enabled() or self._engine.is_trying
             self._arms = self._had_by_all([] if is_none else [*self._own_arms(), *self._engine.arms()])
             self._key = run_key(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or self._known or (self._recalled(self._key) if self._arms else None)
             possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}
             if self._known is not None and self._known.choices.items() - possible:
-                self._known = None  # by another machine, or with other settings
-            if trainer.world_size > 1 and self._arms:  # all of them try, or none; they settle that once
+                self._known = None  # found on another machine, or with other settings
+            if trainer.world_size > 1 and self._arms:  # either all ranks try or none; decided once
                 turns = min(gather(turns))
                 if self._known is None and turns < MIN_TURNS:
                     self._arms = []
@@ -145,8 +145,8 @@ class LiveTuning:
             known = None
         if not self._arms or (known is None and turns < MIN_TURNS):
             if not self._is_too_short:
-                set_choices(self._engine, self._arms, {})  # what no steps can prove is not to stay
-            self._is_too_short = True  # which changes where fewer batches are accumulated later
+                set_choices(self._engine, self._arms, {})  # arms that this run cannot test must not stay on
+            self._is_too_short = True  # may change if fewer batches are accumulated later
             self._is_nothing = self._purse is not None
             return None
         if known is not None:
@@ -164,18 +164,18 @@ class LiveTuning:
         )
 
     def _had_by_all(self, arms: list[Arm]) -> list[Arm]:
-        """The arms that every rank has: a rank may have taken its edits back, or found nothing to do."""
+        """Returns the arms that every rank has. A rank may have reverted its edits or found nothing to do."""
         if self._trainer.world_size == 1:
             return arms
         ranks = gather({(arm.name, arm.choices) for arm in arms})
         return [arm for arm in arms if all((arm.name, arm.choices) in had for had in ranks)]
 
     def _meet(self, batch: Any) -> None:
-        """Applies, before the first training step, what an earlier run of this very program has tried, on all ranks."""
+        """Applies an earlier run's verdicts on this exact program, before the first training step and on all ranks."""
         self._has_met, trainer = True, self._trainer
-        if self._engine.decisions or not self._engine.is_trying:  # a resumed run's own
+        if self._engine.decisions or not self._engine.is_trying:  # a resumed run has its own verdicts
             return
-        if torch.are_deterministic_algorithms_enabled():  # in force from the first step on, an edit rounds otherwise
+        if torch.are_deterministic_algorithms_enabled():  # an edit applied from the first step on changes rounding
             return
         self._program = program_of(trainer, batch, self._engine.host, self._settings)
         known = None
@@ -186,7 +186,7 @@ class LiveTuning:
             self.recall(known)
 
     def recall(self, known: Known | None, tuning: Tuning | None = None) -> None:
-        """Applies the verdicts of an earlier run of this very program, and the speeds of one like it, too."""
+        """Applies the verdicts of an earlier run of this exact program, and the speeds of a similar one."""
         self._known = tuning if known is None or known.tuning is None else known.tuning
         if known is not None and known.decisions:
             self._engine.carry_out(known.decisions)
@@ -233,12 +233,12 @@ class LiveTuning:
             self._engine.report.note(line)
         if not tuning.is_settled:
             return
-        if tuning.choices != self._told:  # not where an audit has found again what was known
+        if tuning.choices != self._told:  # skipped if an audit has confirmed known choices
             self._told = dict(tuning.choices)
             rank_zero_info(f"lightning-accel: from step {self._trainer.global_step:,} on {line}")
             for logger in self._loggers():
                 logger.settled()
-            release_free_memory()  # what other ways on trial have left in the heap, and a heap that keeps it would hold
+            release_free_memory()  # memory of rejected arms that the heap would keep
         if tuning.whole is None:
             return
         interval = tuning.whole.interval
@@ -254,13 +254,13 @@ class LiveTuning:
 
 
 def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | None = None) -> Key | None:
-    """The program that trains on a batch, given the plan in words; None if it has no key."""
+    """Returns the key of the program that trains on a batch with a plan, given as text. None if it has no key."""
     settings = f"{plan}, {trainer.world_size} ranks, {type(trainer.strategy)}"
     return program_key(trainer.lightning_module, batch, host.described, settings, held)
 
 
 def set_choices(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
-    """Puts settled choices in force in a run that tries nothing, such as an evaluation."""
+    """Applies settled choices in a run without live trials, such as an evaluation."""
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
     _rest(engine, arms, choices)

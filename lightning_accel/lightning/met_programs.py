@@ -1,4 +1,4 @@
-"""What is known of a program before its fit: by this process, which forgets when it ends, by files and checkpoints."""
+"""Knowledge of a program before its fit, from this process (until it ends), from files and from checkpoints."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.tuning_result import Tuning
 from lightning_accel.tuning.verdict_cache import Known
 
-_MOST = 256  # programs; then all of them are forgotten
+_MOST = 256  # programs; above this number all are forgotten
 
 
 @dataclass
 class Met:
-    """What is known of one program.
+    """The knowledge of one program.
 
     Attributes:
-        held: What its module held before its first step, in words, and the shapes of its first batch.
-        step_s: Seconds that a plain step took.
-        opening_s: Seconds that it took to put the plan to work; 0.0 if the run was over before.
-        tuning: What live trials have settled.
+        held: A description of the module's contents before its first step, and the shapes of its first batch.
+        step_s: Seconds of a plain step.
+        opening_s: Seconds to start the plan; 0.0 if the run ended before.
+        tuning: The settled results of live trials.
     """
 
     held: tuple[str, Any]
@@ -46,11 +46,11 @@ class Met:
 
 
 PROGRAMS: dict[Any, Met] = {}
-"""By :func:`signature_of`."""
+"""The known programs, by :func:`signature_of`."""
 
 
 def signature_of(module: LightningModule, plan: Plan) -> Any:
-    """What tells a program from others of this process, at nearly no cost: classes, parameters, plan."""
+    """Returns a cheap signature that separates programs of this process: classes, parameters, plan."""
     if len(PROGRAMS) > _MOST:
         PROGRAMS.clear()
     kinds = tuple(type(part) for part in module.modules())
@@ -61,31 +61,31 @@ def signature_of(module: LightningModule, plan: Plan) -> Any:
 
 
 class FitProgram:
-    """What is known of the program of one fit."""
+    """The knowledge of one fit's program."""
 
     def __init__(self, module: LightningModule, host: Host, plan: Plan, kept: RunState) -> None:
         self._module, self._host, self._plan, self._kept = module, host, plan, kept
-        self.program: Key | None = None  # for the cache of verdicts, once it was looked up
-        self.known: Known | None = None  # what the cache has of it
-        self.earlier: Tuning | None = None  # what trials of one like it have settled in this process
+        self.program: Key | None = None  # the key in the cache of verdicts, once it was looked up
+        self.known: Known | None = None  # the cache's entry
+        self.earlier: Tuning | None = None  # what an earlier fit of this program in this process has settled
         self._compiling_ms = compiling_ms()
         self._signature: Any = None
-        self._held = ""  # by the module before its first step, which changes it: in words
-        self._first: list[Tensor] = []  # the first batch, without its data
+        self._held = ""  # a description of the module's contents before the first step changes them
+        self._first: list[Tensor] = []  # the first batch as meta tensors
 
     def meet(self, batch: Any) -> Met | None:
-        """Takes the shapes of the first batch. Returns what this process knows of a program of this signature."""
+        """Notes the shapes of the first batch. Returns this process's knowledge of programs with this signature."""
         tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
         self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
         self._signature = signature_of(self._module, self._plan)
         return PROGRAMS.get(self._signature)
 
     def describe(self) -> None:
-        """Describes what the module holds, by which its program is told from others of the same signature."""
+        """Describes the module's contents, which distinguish its program from others of the same signature."""
         self._held = described(self._module)
 
     def met(self) -> Met | None:
-        """What this process knows of this very program."""
+        """Returns this process's knowledge of exactly this program, or None."""
         met = PROGRAMS.get(self._signature)
         if met is None or met.held != self._whole:
             return None
@@ -93,19 +93,19 @@ class FitProgram:
         return met
 
     def is_too_short(self, met: Met, steps: float) -> bool:
-        """Whether a run of so many steps can never pay for a look, even if they take twice as long as expected."""
+        """Returns whether so many steps can never pay for a start, even if steps take twice as long as expected."""
         now, then = (sum(shape.numel() for shape, _ in shapes) for shapes in (self._whole[1], met.held[1]))
         larger: float = max(1.0, now / max(1, then))
         return 2 * larger * SHARE * steps * met.step_s < (met.opening_s or self.opening_s)
 
     @functools.cached_property
     def opening_s(self) -> float:
-        """Estimated seconds to put the plan to work, with the longer first steps after it, by the number of modules.
+        """Estimated seconds to start the plan, with the slower first steps after that, by the number of modules.
 
-        It leaves the trials of techniques out. Compiled modules are compiled once more, for another number format.
+        The trials of techniques are not included. Compiled modules are compiled once more, for another number format.
         """
         modules = list(self._module.modules())
-        is_first = not any(met.opening_s for met in PROGRAMS.values())  # what a process imports once
+        is_first = not any(met.opening_s for met in PROGRAMS.values())  # imports happen once in a process
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
         return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
 
@@ -115,13 +115,13 @@ class FitProgram:
 
     @property
     def tuning(self) -> Tuning | None:
-        """What an earlier run has settled for this module, this program, or one that looks like it."""
+        """Returns the settled results of an earlier run: of this module, of this program, or of a similar one."""
         of_program = None if self.known is None else self.known.tuning
         return self._kept.tuning or of_program or self.earlier
 
     @property
     def is_decided(self) -> bool:
-        """Whether an earlier run of the module, or the checkpoint that this one goes on from, has decided."""
+        """Whether an earlier run of the module, or the checkpoint from which this run resumes, has decided."""
         return self._kept.tuning is not None or bool(self._kept.decisions or self._kept.put_on)
 
     def recall(self) -> None:
@@ -133,16 +133,16 @@ class FitProgram:
             self.known = None if self.program is None else verdict_cache.recall(self.program)
 
     def restart(self, settled: Tuning) -> None:
-        """Has only ``settled`` be known."""
+        """Makes ``settled`` the only known results."""
         self._kept.tuning, self.known, self.earlier = None, None, settled
 
     def remember(self, step_s: float | None, opening_s: float) -> None:
-        """Keeps, where the plan goes to work, what a plain step and that took."""
+        """Stores the seconds of a plain step and of the start when the plan starts."""
         if self._signature is not None and step_s is not None:
             PROGRAMS[self._signature] = Met(self._whole, step_s, opening_s, self.tuning)
 
     def end(self, step_s: float | None, settled: Tuning | None) -> None:
-        """Keeps what live trials have settled and what a step took, for the next fit of this program."""
+        """Stores the settled results of live trials and the seconds of a step, for the next fit of this program."""
         met = PROGRAMS.get(self._signature)
         if met is not None:
             met.tuning = copy.deepcopy(settled) or met.tuning

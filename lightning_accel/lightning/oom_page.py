@@ -1,4 +1,4 @@
-"""Builds the page that ends a run without memory, from what the run is and from what it has tried."""
+"""The error page of a run that ends without memory, made from the run's state and its attempts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OomPage:
     def error(
         self, cause: Exception, within: str, asked: str, inventory: Inventory, batch: Any, why: str, *, may_split: bool
     ) -> StepMemoryError:
-        """The error that ends the run, with the page as its message."""
+        """Returns the error that ends the run, with the page as its message."""
         trainer = self._module.trainer
         is_training = within in _TRAINING
         is_split = self._split is not None and self._split.most is not None
@@ -74,7 +74,7 @@ class OomPage:
 
     def _remedies(self) -> list[Remedy]:
         found = [Remedy(str(one), _in_yaml(one), one.fallback.keeps, one.fallback.only_anew) for one in self._left]
-        if any(one.name == "gradient_checkpointing" for one in self._left):  # of which the planner makes the best mix
+        if any(one.name == "gradient_checkpointing" for one in self._left):  # the planner finds its best mix
             mix = "plans the fastest mix that fits, block by block"
             found.insert(0, Remedy("memory='90%'", "memory: 90%", None, mix))
         return found

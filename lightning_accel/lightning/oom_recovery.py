@@ -1,8 +1,8 @@
-"""What a run does about a lack of memory: it puts on what needs less, and ends with a page where nothing is left.
+"""Recovery of a run from out-of-memory errors: it puts on techniques that need less, or ends the run with a page.
 
-What it puts on changes no number, and stays for the rest of the run: packing, selective checkpointing, offloading (on a
-GPU), full checkpointing. The cheapest in time comes first. Last, if the user asks for it, the batch goes through
-the step in parts. A search for a batch size needs the bare error: it gets that.
+The techniques change no number and stay for the rest of the run: packing, selective checkpointing, offloading (on a
+GPU), full checkpointing. The cheapest in time comes first. Last, if the user asks for it, the batch goes through the
+step in parts. A search for a batch size needs the original error, and gets it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lightning_accel.techniques.base import BuildContext
 
 _WITHIN = {"training_step": "forward pass", "backward": "backward pass", "optimizer_step": OPTIMIZER}
 SPLIT = "split"
-"""The name of the batch in parts, among what is put on."""
+"""The name for split batches, among the techniques that were put on."""
 
 
 class OomRecovery(Layer):
-    """What one run does about a lack of memory.
+    """Out-of-memory recovery of one run.
 
-    As a layer it raises the page in place of the bare error. The retry layer asks it for what needs less memory.
+    As a layer, it raises the page in place of the original error. The retry layer asks it for less memory.
 
     Attributes:
-        put_on: The techniques that were put on, in their order. The batch in parts is not among them.
+        put_on: The techniques that were put on, in order, without split batches.
         why: Why the step cannot run again, for the page.
     """
 
@@ -68,12 +68,12 @@ class OomRecovery(Layer):
         self._interrupt = interrupt
         self._split, self._leave = split, leave
         self._searches = Searches(module.trainer)
-        self._left: list[NamedFallback] | None = None  # found when somebody first asks
+        self._left: list[NamedFallback] | None = None  # found on the first request
         self._pressure = Pressure(context.device)
         self._toll = Toll(context.device, timeline_of(module.trainer))
-        self._said = ""  # about what was put on, until its cost is known
-        self._failed: tuple[str, Inventory] | None = None  # who asked, and who held what, when memory last ran out
-        self._answered: list[str] = []  # the names of what was put on in the step under way
+        self._said = ""  # the message on what was put on, until its cost is known
+        self._failed: tuple[str, Inventory] | None = None  # who asked for memory, and who held it, at the last failure
+        self._answered: list[str] = []  # the names of the techniques put on in the current step
         self._batch: Any = None
         self.why = ""
 
@@ -93,34 +93,34 @@ class OomRecovery(Layer):
             raise
         goes_backward = is_training_step and self._module.automatic_optimization
         if not (goes_backward or stage == "optimizer_step"):
-            self._batch = None  # nothing more is computed with it
+            self._batch = None  # no further computation uses the batch
         return outputs
 
     @property
     def lets_pass(self) -> bool:
-        """Whether somebody else catches the errors: a search for a batch size."""
+        """Whether other code, a search for a batch size, catches the errors."""
         return self._searches.are_running()
 
     def may_run_out(self, given: Any) -> bool:
-        """Whether the next training step may run out of memory, and could then run again with less."""
+        """Returns whether the next training step may run out of memory and could then run again with less."""
         return self._may_answer and self._pressure.may_run_out(given)
 
     def close(self) -> None:
-        """Says what is known of the cost when the run ends."""
+        """Reports the known cost when the run ends."""
         self._tell_toll()
         self._toll.close()
         self._batch = self._failed = None
 
-    # -- a step has run out ----------------------------------------------------------------------------------------
+    # -- a step has run out of memory ------------------------------------------------------------------------------
 
     def saw(self, error: Exception) -> None:
-        """Notes who asked for memory and who holds it, while the frames of the error are there."""
+        """Notes who asked for memory and who holds it, while the frames of the error still exist."""
         trainer = self._module.trainer
         inventory = take_inventory(self._module, trainer.optimizers, self._batch, self._context.device, error)
         self._failed = who_asked(error, self._module), inventory
 
     def put_on_next(self) -> bool:
-        """Puts on the cheapest of what is left. Returns whether anything was left."""
+        """Puts on the cheapest remaining technique. Returns whether one was left."""
         if not self._may_answer:
             return False
         if self._left is None:
@@ -139,7 +139,7 @@ class OomRecovery(Layer):
         return True
 
     def put_on_again(self, put_on: Sequence[tuple[str, Any]]) -> None:
-        """Puts on what an earlier part of the run has had."""
+        """Puts on the techniques of an earlier part of the run."""
         for named in self._not_yet() if put_on else ():
             if (named.name, named.settings) in [(name, settings) for name, settings in put_on]:
                 self._can_be_had(named)
@@ -156,15 +156,15 @@ class OomRecovery(Layer):
 
     @property
     def written(self) -> list[tuple[str, Any]]:
-        """What was put on, as checkpoints keep it: pairs of a technique and its settings."""
+        """Returns the techniques that were put on, as checkpoints store them: pairs of a technique and its settings."""
         most = None if self._split is None else self._split.most
         return [(one.name, one.settings) for one in self.put_on] + ([] if most is None else [(SPLIT, most)])
 
     def take_off(self, error: Exception) -> bool:
-        """Takes back what was put on last, since the step has raised something else with it.
+        """Reverts the last technique that was put on, since the step raised another error with it.
 
         Returns:
-            Whether anything was put on in this step.
+            Whether any technique was put on in this step.
         """
         if not self._answered:
             return False
@@ -176,7 +176,7 @@ class OomRecovery(Layer):
         return True
 
     def ran(self) -> None:
-        """Says what was put on, after the step has run again."""
+        """Reports which techniques were put on, after the step has run again."""
         self._interrupt()
         if self._answered and self._failed is not None:
             inventory = self._failed[1]
@@ -199,7 +199,7 @@ class OomRecovery(Layer):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def end(self, error: Exception, within: str) -> None:
-        """Raises the page in place of a lack of memory.
+        """Raises the page in place of an out-of-memory error.
 
         Raises:
             StepMemoryError: The page.
@@ -226,24 +226,24 @@ class OomRecovery(Layer):
         return ending
 
     def _may_split(self, within: str) -> bool:
-        """Whether halves of the batch, which nobody has asked for, might have gone through the step."""
+        """Returns whether half batches, which the user has not requested, might have passed the step."""
         can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
         return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
 
-    # -- what needs less -------------------------------------------------------------------------------------------
+    # -- techniques that need less memory --------------------------------------------------------------------------
 
     def _not_yet(self) -> list[NamedFallback]:
-        """Those that are not put on, and that cost more than what is."""
+        """Returns the fallbacks that are not put on and cost more than the ones that are."""
         known = {named.name: named.fallback.costs for named in self.put_on}
         try:
             found = fallbacks_for(self._context)
-        except Exception as error:  # the user's error must not be hidden by one of ours
+        except Exception as error:  # an error of ours must not hide the user's
             self._engine.report.note(f"what could need less memory could not be found: {one_line(error)}")
             return []
         return [one for one in found if one.fallback.costs > known.get(one.name, -1.0)]
 
     def _not_tried(self) -> str:
-        """What the user could do in addition, in words."""
+        """Describes what else the user could do."""
         left = self._not_yet()
         if any(one.fallback.only_anew for one in left):
             return ", but for what a run can have from its beginning only"
@@ -255,7 +255,7 @@ class OomRecovery(Layer):
     def _can_be_had(self, named: NamedFallback) -> bool:
         if named.fallback.only_anew:
             return False
-        # Activations that are forgotten need not be packed. So what was not enough goes.
+        # Activations that are recomputed need not be packed. So a technique that was not enough is taken off.
         for former in [one for one in self.put_on if one.name in self._answered and one.fallback.keeps is None]:
             self._take_off(former, f"it was not enough, and {named.name} leaves little to it")
         technique = named.make(self._context)

@@ -1,13 +1,13 @@
-"""Lightning goes by two names, ``lightning.pytorch`` and ``pytorch_lightning``: one source, released twice.
+"""The two names of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``: one source, released as two packages.
 
-Their classes are told apart by ``isinstance``, and a Trainer takes those of its own package only. The rest of the
-library takes what it needs of Lightning from this module, and imports neither package: a name from here is that of
-every package that the program has imported.
+``isinstance`` separates the classes of both packages, and a Trainer accepts those of its own package only. The rest of
+the library takes Lightning's names from this module and imports neither package. A name from here stands for that name
+in every package that the program has imported.
 
-Clever, for want of a plain form: a class of ours that is derived from such a name has the classes of all these packages
-as its bases. Where the program imports a package later (``from lightning_accel import AccelPlugin`` may stand above
-``from pytorch_lightning import Trainer``), its classes are added to the bases that there are. With both imported, the
-order of the bases is that of the imports; :func:`in_order_of` has a strategy follow its Trainer's package instead.
+No plain form was found for subclasses: a class of ours that derives from such a name has the classes of all imported
+packages as its bases. If the program imports a package later (``from lightning_accel import AccelPlugin`` may precede
+``from pytorch_lightning import Trainer``), its classes are added to these bases. The order of the bases is that of the
+imports; :func:`in_order_of` makes a strategy follow its Trainer's package instead.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ _HOMES = {
     "pytorch.utilities.model_helpers": ("is_overridden",),
     "pytorch.utilities.signature_utils": ("is_param_in_hook_signature",),
 }
-_OTHERWISE = {"FabricPrecision": "Precision"}  # what Lightning calls names that it has twice
-_ABSTRACT = ("fabric.plugins", "pytorch.plugins.layer_sync", "pytorch.strategies")  # whose classes are ABCs
+_OTHERWISE = {"FabricPrecision": "Precision"}  # Lightning's own spelling of names that exist twice
+_ABSTRACT = ("fabric.plugins", "pytorch.plugins.layer_sync", "pytorch.strategies")  # modules whose classes are ABCs
 _Name = TypeVar("_Name")
 
 
@@ -111,34 +111,34 @@ class Package:
     """One of Lightning's packages.
 
     Attributes:
-        pytorch: Its own name.
-        fabric: That of what it is built upon.
+        pytorch: The name of its Trainer package.
+        fabric: The name of the Fabric package below that.
     """
 
     pytorch: str
     fabric: str
 
     def is_imported(self, part: str) -> bool:
-        """Whether the program has imported this part of it, ``"pytorch"`` or ``"fabric"``, to the end."""
+        """Returns whether the program has completely imported this part, ``"pytorch"`` or ``"fabric"``."""
         return hasattr(sys.modules.get(getattr(self, part)), LAST_NAMES[part])
 
     def has(self, kind: type) -> bool:
-        """Whether a class is one of Lightning's own, by this name."""
+        """Returns whether a class is one of Lightning's own in this package."""
         return kind.__module__.startswith((f"{self.pytorch}.", f"{self.fabric}."))
 
     def get(self, home: str, name: str) -> Any:
-        """What it calls ``name`` in ``home``, ``"pytorch.strategies"`` say."""
+        """Returns the object ``name`` of the module ``home``, for example ``"pytorch.strategies"``."""
         part, dot, rest = home.partition(".")
         return getattr(import_module(f"{getattr(self, part)}{dot}{rest}"), name)
 
 
 PACKAGES = Package("lightning.pytorch", "lightning.fabric"), Package("pytorch_lightning", "lightning_fabric")
-LAST_NAMES = {"pytorch": "Trainer", "fabric": "Fabric"}  # what is there when the part is
+LAST_NAMES = {"pytorch": "Trainer", "fabric": "Fabric"}  # names that exist once a part is completely imported
 _in_their_order: dict[str, list[Package]] = {"pytorch": [], "fabric": []}
 
 
 def imported(part: str = "pytorch") -> Sequence[Package]:
-    """The packages of which the program has imported this part, in their order."""
+    """Returns the packages of which the program has imported this part, in the order of import."""
     order = _in_their_order[part]
     new = [one for one in PACKAGES if one not in order and one.is_imported(part)]
     if new:
@@ -150,7 +150,7 @@ def imported(part: str = "pytorch") -> Sequence[Package]:
 
 
 def in_use() -> Package:
-    """The package for what belongs to no Trainer. Where none is imported yet, this imports one that is installed."""
+    """Returns the package for things without a Trainer. If none is imported yet, imports one that is installed."""
     if not imported():
         try:
             import_module(PACKAGES[0].pytorch)
@@ -162,31 +162,31 @@ def in_use() -> Package:
 
 
 def package_of(thing: object) -> Package | None:
-    """The package that a class, or the class of an object, is from or derived from; None: from neither."""
+    """Returns the package from which a class, or an object's class, is or derives. None if it is neither's."""
     kind = thing if isinstance(thing, type) else type(thing)
     return next((one for base in kind.__mro__ for one in PACKAGES if one.has(base)), None)
 
 
 def is_lightnings(kind: type) -> bool:
-    """Whether a class is Lightning's own, of either package, and not derived from one."""
+    """Returns whether a class is Lightning's own, of either package, and not a class derived from one."""
     return any(one.has(kind) for one in PACKAGES)
 
 
 def own(thing: object, name: _Name) -> _Name:
-    """What the package of ``thing`` has by a name from this module: ``own(trainer, Strategy)``."""
+    """Returns the object of a name from this module in the package of ``thing``: ``own(trainer, Strategy)``."""
     shared: Any = name
     return shared.of(package_of(thing) or in_use())  # type: ignore[no-any-return]
 
 
 def classes(name: _Name) -> tuple[_Name, ...]:
-    """What the packages have by a name from this module, for where they must be classes."""
+    """Returns the objects of a name from this module in all packages, for uses that require classes."""
     in_use()
     shared: Any = name
     return tuple(map(shared.of, imported()))
 
 
 class _Shared:
-    """What all packages imported have by one name: a class, a function or an object."""
+    """The objects (classes, functions or others) that all imported packages have by one name."""
 
     def __init__(self, home: str, name: str) -> None:
         self.part = home.partition(".")[0]
@@ -197,12 +197,12 @@ class _Shared:
         return package.get(self._home, self._name)
 
     def in_each(self, packages: Sequence[Package]) -> tuple[Any, ...]:
-        """The object in each package, without repetition: a program may have made one name an alias of the other."""
+        """Returns each package's object without repetition: a program may have aliased one package to the other."""
         return tuple(dict.fromkeys(map(self.of, packages)))
 
     @functools.cached_property
     def base(self) -> Any:
-        """A class that is derived from it in each package."""
+        """Returns a class that derives from the object of each package."""
         kinds = self.in_each(imported(self.part)) or (_ABC if self._home in _ABSTRACT else _Object,)
         made = _InEitherPackage(self._name, kinds, {"__module__": __name__})
         _SHARED.append(self)
@@ -222,7 +222,7 @@ class _Shared:
         return self.of(package or in_use())(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # that of whoever looks what this is
+        if name.startswith("__"):  # introspection
             raise AttributeError(name)
         return getattr(self.of(in_use()), name)
 
@@ -233,7 +233,7 @@ class _Shared:
         return Union[other, self]  # noqa: UP007
 
 
-_SHARED: list[_Shared] = []  # those from which a class of ours is derived
+_SHARED: list[_Shared] = []  # the names from which a class of ours derives
 
 
 if not TYPE_CHECKING:
@@ -250,7 +250,7 @@ if not TYPE_CHECKING:
 
 
 class _Object:
-    """The base while no package is imported: of the layout of theirs, for which it can be exchanged."""
+    """The base before any package is imported; its memory layout allows an exchange for Lightning's classes."""
 
 
 class _ABC(ABC):  # noqa: B024
@@ -258,7 +258,7 @@ class _ABC(ABC):  # noqa: B024
 
 
 class _InEitherPackage(ABCMeta):
-    """The class of our classes that are derived from Lightning's."""
+    """The metaclass of our classes that derive from Lightning's."""
 
     @override
     def mro(cls) -> list[type]:
@@ -272,9 +272,9 @@ class _InEitherPackage(ABCMeta):
 
 
 def in_order_of(package: Package, kind: Any) -> Any:
-    """``kind``, with the methods that it inherits from Lightning taken from ``package``.
+    """Returns ``kind`` with the methods that it inherits from Lightning taken from ``package``.
 
-    A method of the other package does not recognise this one's Trainers and modules, and skips work for them.
+    A method of the other package does not recognise this package's Trainers and modules, and skips work for them.
     """
     kind = vars(kind).get("_plain", kind)
     return kind if package_of(kind) == package else _reordered(package, kind)
@@ -289,7 +289,7 @@ def _reordered(package: Package, kind: Any) -> Any:
 def _pickled(kind: _InEitherPackage) -> Any:
     if "_plain" in vars(kind):
         return in_order_of, (vars(kind)["_first"], vars(kind)["_plain"])
-    return kind.__qualname__  # by its name, as classes are
+    return kind.__qualname__  # by name, as other classes are pickled
 
 
 copyreg.pickle(_InEitherPackage, _pickled)

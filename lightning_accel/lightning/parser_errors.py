@@ -1,4 +1,4 @@
-"""Has Lightning's command line answer wrong settings of a plugin in one line, in place of a page or a traceback."""
+"""One-line errors on Lightning's command line for wrong settings of a plugin, in place of a page or a traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNKNOWN = re.compile(r"class_path 'lightning_accel\.(?:[^']*\.)?(?P<owner>Accel
 
 
 def answer(message: str) -> str:
-    """What a message of jsonargparse comes to where a plugin's settings are wrong; empty if they are not."""
+    """Returns the one-line error for a jsonargparse message on a plugin's settings; empty if it is on others."""
     if Arguments.complaint and Arguments.complaint in message:
         return Arguments.complaint
     if (found := _UNKNOWN.search(message)) is None:
@@ -23,13 +23,13 @@ def answer(message: str) -> str:
 
 
 def complain(parser: Any, line: str) -> None:
-    """Ends the process with a line, unless the parser is not to."""
+    """Ends the process with an error line, unless the parser must not exit."""
     if parser.exit_on_error:
         parser.exit(2, f"error: {line}\n")
 
 
 def answer_in_one_line() -> None:
-    """Has those of Lightning's command lines that are imported do so."""
+    """Patches the imported command lines of Lightning."""
     for package in ("lightning.pytorch.cli", "pytorch_lightning.cli"):
         module = sys.modules.get(package)
         for name, method in (("LightningArgumentParser", "error"), ("LightningCLI", "instantiate_classes")):

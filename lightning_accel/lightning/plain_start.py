@@ -1,8 +1,8 @@
-"""The plain beginning of a fit: its first steps run as the user wrote them, and show how long a step takes.
+"""The plain beginning of a fit: the first steps run as the user wrote them, and show how long a step takes.
 
-Most fits are short, small or tried once, and gain nothing. So a plan goes to work only when the run's purse can pay
-for it: for a look at the program and its sites, for their trials, and for slower steps on trial. Until then no layer of
-ours stands around a step.
+Most fits are short, small or tried once, and gain nothing. So a plan starts only when the run's purse can pay for an
+inspection of the program and its sites, for their trials, and for slower steps on trial. Until then, no layer of ours
+surrounds a step.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 
 PLAIN_STEPS = 3
-"""The least number of steps that are timed. The first one fills caches and does not count."""
+"""The least number of timed steps. The first one fills caches and does not count."""
 
-_SURE_STEPS = 15  # after which the time of a step is known: on a GPU, the calls of the first ones return early
-_LEAST_TURNS = 0.7  # turns of slower arms that a run must be able to pay for: fewer show nothing
-_WORTH = 0.1  # a later trial may take this share of the time that is left, at most
-# A run waits until it can pay for everything that it will ever be able to pay for, but not longer than this.
-_WAIT, _WAIT_STEPS = 0.1, 300  # a share of the run; steps
+_SURE_STEPS = 15  # after these, the time of a step is certain: on a GPU, the calls of the first steps return early
+_LEAST_TURNS = 0.7  # turns of slower arms that a run must be able to pay for: fewer prove nothing
+_WORTH = 0.1  # the largest share of the remaining time that a later trial may take
+# A run waits until it can pay for everything that it will ever be able to pay for, but at most this long.
+_WAIT, _WAIT_STEPS = 0.1, 300  # a share of the run; a number of steps
 
 
 class PlainStart:
-    """Decides when a fit that began plain is accelerated, and whether at all."""
+    """Decides whether and when a fit that began plain is accelerated."""
 
     def __init__(
         self,
@@ -63,24 +63,24 @@ class PlainStart:
         self._run: Run | None = None
         self._program = FitProgram(module, host, plan, kept)
         self.steps = PlainSteps(self._trainer, purse)
-        self._is_short = ""  # too short for trials, and why
-        self._is_open = False  # the program and its sites were looked at
+        self._is_short = ""  # why the run is too short for trials; empty if it is not
+        self._is_open = False  # the program and its sites were inspected
         self._wins_untried = wins_untried
-        self._owed_s = 0.0  # what it takes to try the techniques that were left out
+        self._owed_s = 0.0  # seconds to try the techniques that were left out
         self.is_over = False
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether the module calls its optimizers itself. Then :meth:`around` notices what a plain step raises."""
+        """Whether the module calls its optimizers itself. Then :meth:`around` catches errors of a plain step."""
         return not self._module.automatic_optimization
 
     def begin_with(self, run: Run) -> None:
-        """Takes over a run that was made earlier, since memory may run out."""
+        """Takes over a run that was made early to guard against a lack of memory."""
         self._run = run
 
     @contextlib.contextmanager
     def around(self, step: AbstractContextManager[None]) -> Iterator[None]:
-        """The context of a plain step with manual optimization, which also computes outside of optimizer calls."""
+        """Wraps a plain step with manual optimization, which also computes outside of optimizer calls."""
         try:
             with step:
                 yield
@@ -89,16 +89,16 @@ class PlainStart:
             raise
 
     def raised(self, error: Exception) -> None:
-        """Raises a :class:`StepMemoryError` in place of an error for lack of memory; else does nothing."""
+        """Raises a :class:`StepMemoryError` in place of an out-of-memory error; otherwise does nothing."""
         if not is_out_of_memory(error) or self._plan.on_oom == "off":
             return
-        with contextlib.suppress(Exception):  # the user's own error is worth more than what could be said of it
+        with contextlib.suppress(Exception):  # an error of ours must not hide the user's
             self._run = self._run or self._make_run()
         if self._run is not None:
             self._run.memory.end(error, "forward pass")
 
     def batch(self, batch: Any) -> None:
-        """Is told of every batch before its step; those to train on count."""
+        """Handles every batch before its step. Only training batches count."""
         if not self._trainer.training:
             return
         if self.is_over:
@@ -125,7 +125,7 @@ class PlainStart:
             self.steps.begin(are_charged=is_first or (live is not None and live.turns.trials is None))
 
     def _meet(self, batch: Any) -> None:
-        """Finds out, before the first step, how long the run is and what this process knows of the program."""
+        """Finds out, before the first step, the length of the run and what this process knows of the program."""
         trainer = self._trainer
         is_parallel = isinstance(trainer.strategy, ParallelStrategy)
         turns = turns_left(trainer)
@@ -135,10 +135,10 @@ class PlainStart:
         elif is_parallel or turns < MIN_TURNS:
             where = f" on {trainer.world_size} ranks" if trainer.world_size > 1 else ""
             self._is_short = f"the run is too short: {turns:.0f} steps{where}"
-        if is_parallel:  # where no rank may decide alone
+        if is_parallel:  # no rank may decide alone
             self._end(self._is_short)
             return
-        with self._purse.paying("setting up"), contextlib.suppress(Exception):  # of objects of any library's
+        with self._purse.paying("setting up"), contextlib.suppress(Exception):  # objects of other libraries may raise
             met = self._program.meet(batch)
             if met is not None and not self._kept.put_on and self._program.is_too_short(met, self._purse.steps):
                 self._purse.step_took(met.step_s)
@@ -153,7 +153,7 @@ class PlainStart:
             self.steps.count = PLAIN_STEPS
 
     def _may_be_known(self, turns: float) -> bool:
-        """Whether a description of the program is of use: to find its earlier verdicts, or to keep them."""
+        """Returns whether a description of the program is useful: to find earlier verdicts, or to store new ones."""
         return turns > PLAIN_STEPS and (not self._is_short or any(verdict_cache.VERDICTS.paths()))
 
     def _ends_with_nothing(self, turns: float) -> bool:
@@ -170,7 +170,7 @@ class PlainStart:
         if not self._is_open:
             opening_s = self._program.opening_s
             if not (self._kept.put_on or purse.can_pay(opening_s)):
-                is_sure = purse.done >= _SURE_STEPS  # how long a step takes
+                is_sure = purse.done >= _SURE_STEPS  # the time of a step is certain
                 if is_sure and purse.step_s is not None and purse.total_s < opening_s:
                     self._end(f"the run is too short: {purse.total_s:.2g} s is what it may pay, of {opening_s:.2g} s")
                 return
@@ -193,7 +193,7 @@ class PlainStart:
         self._program.remember(purse.step_s, purse.spent_s["setting up"])
 
     def _try_the_rest(self, run: Run) -> None:
-        """Starts again with the techniques that were too expensive at first, once faster steps have saved as much."""
+        """Restarts with techniques that were too expensive at first, once faster steps have saved enough time."""
         settled = None if run.live is None or not self._owed_s else run.live.settled
         if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
             return
@@ -208,10 +208,10 @@ class PlainStart:
 
     def _can_try_the_rest(self) -> bool:
         can_pay = self._purse.can_pay(self._owed_s + self._program.opening_s)
-        return can_pay and turns_left(self._trainer) >= MIN_TURNS  # else nobody could judge it
+        return can_pay and turns_left(self._trainer) >= MIN_TURNS  # fewer turns are too few for a comparison
 
     def goes_on(self) -> bool:
-        """Returns whether the run waits until it can pay for the rest, after nothing has won so far."""
+        """Returns whether the run, in which nothing has won yet, waits until it can pay for the other techniques."""
         can_ever = self._owed_s + self._program.opening_s <= self._purse.to_come_s
         if not (self._wins_untried and self._owed_s and can_ever):
             return False
@@ -220,7 +220,7 @@ class PlainStart:
         return True
 
     def _open(self) -> bool:
-        """Looks at the program and its sites. Returns whether there may be something to win."""
+        """Inspects the program and its sites. Returns whether there may be something to win."""
         purse = self._purse
         with purse.paying("setting up"):
             self._program.recall()
@@ -241,13 +241,13 @@ class PlainStart:
         return True
 
     def _left_out(self, run: Run) -> dict[str, str] | None:
-        """The techniques whose trials the run cannot pay now, with reasons; None if it can soon pay for more."""
+        """Returns the techniques that the run cannot try now, with reasons. None if it can soon pay for more."""
         purse, step_s = self._purse, self._purse.step_s
-        if step_s is None:  # a resumed run: its decisions hold
+        if step_s is None:  # a resumed run, whose decisions hold
             return {}
         costs = sorted((cost_s, name) for name, cost_s in run.engine.costs_s(step_s).items())
         is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
-        # What is tried has to be judged, too, by turns of which some are slower.
+        # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
         now = ever = self._owed_s = 0.0
         left_out = {}
@@ -263,7 +263,7 @@ class PlainStart:
         return left_out
 
     def _say(self, run: Run, left_out: Mapping[str, str]) -> None:
-        """Announces trials that take long enough for the user to notice."""
+        """Announces trials that take noticeable time."""
         costs = run.engine.costs_s(self._purse.step_s or 0.0)
         tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
         if sum(tried.values()) > NOTICED_S:
@@ -279,7 +279,7 @@ class PlainStart:
         self.steps.close()
 
     def close(self) -> None:
-        """Ends it, and keeps what the next fit of this program can use."""
+        """Ends the plain beginning, and stores what the next fit of this program can use."""
         live = None if self._run is None else self._run.live
         self._program.end(self._purse.step_s, None if live is None else live.settled)
         self._run = None

@@ -1,4 +1,4 @@
-"""The steps of a fit that began plain: what they take as the user wrote them, and what they take longer later."""
+"""Times of the steps of a fit that began plain: of plain steps, and the extra time of later ones."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ class _Payments:
 
     since_s: float
     until_s: float | None = None
-    are_charged: bool = False  # with what the step takes longer than a plain one
+    are_charged: bool = False  # the purse pays the step's extra time over a plain step
 
 
 class PlainSteps:
-    """Tells the purse what plain steps take, and charges it with what others take longer.
+    """Tells the purse the time of plain steps, and charges it with the extra time of other steps.
 
-    What the purse has paid within a step is not the step's. Where nobody else tells the timeline of steps, this does:
-    a step is then from one batch to the next.
+    Time that the purse paid for within a step is not part of the step. If no other driver tells the timeline of steps,
+    this one does; a step then lasts from one batch to the next.
     """
 
     def __init__(self, trainer: Trainer, purse: Purse) -> None:
         self._purse, self._timeline = purse, timeline_of(trainer)
         self._timeline.listeners.append(self._took)
         self._payments = _Payments(0.0)
-        self._charged_s = 0.0  # by this
-        self._stepped: Any = None  # when an optimizer has ended the step under way
-        self.count = 0  # of plain steps that were timed
+        self._charged_s = 0.0  # extra time of steps that the purse was charged with
+        self._stepped: Any = None  # the time at which an optimizer ended the current step
+        self.count = 0  # plain steps so far
         self.are_plain = True  # steps still run as the user wrote them
 
     def batch_comes(self) -> None:
-        """Ends the step before; what happens until :meth:`begin` belongs to no step if the purse pays for it."""
+        """Ends the previous step. Time until :meth:`begin` that the purse pays for belongs to no step."""
         if self._timeline.claim(self, Driver.PLAIN_START):
             self._timeline.step_ended()
         self._payments.until_s = self._paid_s()
         self._payments = self._timeline.labels[self] = _Payments(self._payments.until_s)
 
     def begin(self, *, are_charged: bool) -> None:
-        """Begins a step. Whether the purse is charged with what it takes longer than a plain one."""
+        """Begins a step; ``are_charged`` says whether the purse pays its extra time over a plain step."""
         self._payments.are_charged = are_charged
         if self._timeline.driver is self:
             self._timeline.step_began()
 
     def stepped(self) -> None:
-        """Notes the end of an optimizer's step. The time after it may be somebody else's."""
+        """Notes the end of an optimizer's step. The time after it may be other code's."""
         if self._timeline.driver is self:
             self._stepped = self._timeline.clock.mark()
 
     def interrupt(self) -> None:
-        """Ends the step under way, since something else than training goes on: that time is not the step's."""
+        """Ends the current step, since other work than training follows, whose time is not the step's."""
         if self._timeline.driver is self:
             self._timeline.step_ended(at=self._stepped)
         self._timeline.pause()
         self._stepped = None
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening to the timeline."""
         self._timeline.forget(self._took)
         self._timeline.release(self)
 
@@ -72,7 +72,7 @@ class PlainSteps:
         if payments is not None:
             took_s -= (now_s if payments.until_s is None else payments.until_s) - payments.since_s
         if self.are_plain:
-            if self.count and not step.is_apart:  # the first one fills caches
+            if self.count and not step.is_apart:  # the first step fills caches
                 self._purse.step_took(max(0.0, took_s))
             self.count += step.together or 1
         elif payments is not None and payments.are_charged and self._purse.step_s is not None:

@@ -1,4 +1,4 @@
-"""What a plugin of either kind says of its plan and its run."""
+"""The base of all plugins: their plan and the reports of their runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_accel.settings import Plan
 
 
 class Reports:
-    """The reports of the last runs: the same for a plugin and its copies, as libraries copy what they are given.
+    """The reports of the last runs, shared by a plugin and its copies, since libraries copy the plugins they are given.
 
     Another process, to which it is pickled, has its own.
 
     Attributes:
-        fit: Of the current or the last fit; None: there was none.
-        evaluation: Of the current or the last evaluation.
-        running: Of the current or the last run, whichever it is.
+        fit: The report of the current or the last fit; None if there was none.
+        evaluation: The report of the current or the last evaluation; None if there was none.
+        running: The report of the current or the last run of either kind.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Reports:
         self.running = Report()
 
     def begin(self, report: Report, *, is_fitting: bool) -> None:
-        """Told of a run that starts, with its report."""
+        """Stores the report of a run that starts."""
         self.running = report
         setattr(self, "fit" if is_fitting else "evaluation", report)
 
@@ -49,34 +49,34 @@ class PluginBase(Arguments):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Self:
-        """The plugin for a plan made elsewhere."""
+        """Makes the plugin for an existing plan."""
         return cls(**vars(plan))
 
     @property
     def report(self) -> Report:
-        """What was done in the current or the last fit, where, and why not elsewhere, with this plugin or a copy of it.
+        """Returns the report of the current or the last fit: changes, their sites, and why others stay unchanged.
 
-        Evaluations leave it as it is. Before the first fit it is that of the last evaluation.
+        Copies share it. Evaluations do not change it. Before the first fit, it is that of the last evaluation.
         """
         return self._reports.fit or self._reports.running
 
     @property
     def evaluation_report(self) -> Report:
-        """The same of the current or the last validation, test or prediction that was no part of a fit."""
+        """Returns the report of the current or the last validation, test or prediction outside of a fit."""
         return self._reports.evaluation or Report()
 
     def note(self, line: str) -> None:
-        """Adds a line to the report of the run that is under way."""
+        """Adds a line to the report of the current run."""
         self._reports.running.note(line)
 
     def __repr__(self) -> str:
-        """As it would be written."""
+        """Returns the expression that makes the plugin."""
         given = {"precision": self.plan.precision, **self.plan.given()}
         return f"{type(self).__name__}({', '.join(f'{setting}={value!r}' for setting, value in given.items())})"
 
 
 def _in_yaml(dumper: yaml.Dumper, plugin: PluginBase) -> yaml.Node:
-    """As Lightning's command line has it. Libraries have loggers write what a Trainer was given, for every fit."""
+    """Represents a plugin as Lightning's command line does. Some loggers write a Trainer's arguments in each fit."""
     kind = type(plugin)
     given = plugin.plan.to_dict(whole=False)
     return dumper.represent_data({"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": given})

@@ -1,6 +1,6 @@
-"""Every name of Lightning's own that the library uses, one function each; see core/torch_private for the rules.
+"""All private names of Lightning that the library uses, one function each; core/torch_private states the rules.
 
-Where no version is named, every Lightning 2 has the name.
+If no version is named, every Lightning 2 has the name.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from lightning_accel.step.layers import Call, Layer
 
 
 def combined_loader(loop: Any) -> CombinedLoader | None:
-    """What one of the Trainer's loops iterates over, and through which its loaders can be exchanged.
+    """Returns the object over which one of the Trainer's loops iterates; its loaders can be exchanged there.
 
-    The Trainer's public properties, ``train_dataloader`` and others, only show the loaders.
-    Without the name: None. Loaders then stay wrapped after a run, and the position of a batch is not known.
+    The Trainer's public properties, such as ``train_dataloader``, only show the loaders. Without the name: None. Then
+    loaders stay wrapped after a run, and the position of a batch is unknown.
     """
     return getattr(loop, "_combined_loader", None)
 
 
 def is_sequential(combined: CombinedLoader) -> bool:
-    """Whether a batch comes from one of its loaders, and is not one of each: there is no public property for that.
+    """Returns whether a batch comes from one of the loaders, not from all. No public property shows this.
 
     Without the name: whether there is a single loader.
     """
@@ -46,10 +46,10 @@ def is_sequential(combined: CombinedLoader) -> bool:
 
 
 def logged_results(trainer: Trainer) -> dict[str, Any] | None:
-    """What ``self.log`` has put together in the loop under way: key → metric; None outside of loops.
+    """Returns the metrics that ``self.log`` has collected in the current loop, by key; None outside of loops.
 
-    ``trainer.callback_metrics`` has only values that were reduced already.
-    Without the name: None, and what a failed step has logged is counted with its repetition.
+    ``trainer.callback_metrics`` has only reduced values. Without the name: None. Then the logged values of a failed
+    step are counted again with its repetition.
     """
     return getattr(trainer, "_results", None)
 
@@ -60,35 +60,35 @@ def logged_results(trainer: Trainer) -> dict[str, Any] | None:
 def after_closure(precision: Precision, model: LightningModule, optimizer: Optimizer) -> None:
     """Calls the hooks between the backward pass and the optimizer's step, and clips gradients.
 
-    Lightning leaves both to a precision plugin that steps the optimizer itself.
-    Without the name: an ``AttributeError``, as training without clipping would be silently wrong.
+    Lightning leaves both to a precision plugin that steps the optimizer itself. Without the name: an
+    ``AttributeError``, as training without clipping would be silently wrong.
     """
     precision._after_closure(model, optimizer)
 
 
 def layer_sync(strategy: Strategy) -> LayerSync | None:
-    """What ``Trainer(sync_batchnorm=True)`` put into the strategy; None without it.
+    """Returns what ``Trainer(sync_batchnorm=True)`` put into the strategy, or None.
 
-    Without the name: None, and Lightning's own form is used, which computes on GPUs only.
+    Without the name: None. Then Lightning's own form is used, which computes on GPUs only.
     """
     return getattr(strategy, "_layer_sync", None)
 
 
 def replace_layer_sync(strategy: Strategy, sync: LayerSync) -> None:
-    """Puts another one in the place of what :func:`layer_sync` found."""
+    """Replaces the object that :func:`layer_sync` returns."""
     vars(strategy)["_layer_sync"] = sync
 
 
 def set_data_parallel_size(strategy: ModelParallelStrategy, size: int) -> None:
-    """Says over how many processes to shard; the number is known later than the constructor. Since Lightning 2.3.
+    """Sets the number of processes to shard over, which is known only after the constructor. Since Lightning 2.3.
 
-    Without the name: nothing changes, and Lightning says that the sizes of the device mesh do not fit.
+    Without the name: nothing changes, and Lightning reports that the sizes of the device mesh do not fit.
     """
     vars(strategy)["_data_parallel_size"] = size
 
 
 def ddp_settings(strategy: DDPStrategy) -> dict[str, Any]:
-    """The arguments for DistributedDataParallel; they depend on the first step, which comes after the constructor.
+    """Returns the arguments for DistributedDataParallel, which depend on the first step, after the constructor.
 
     Without the name: an ``AttributeError``, as every wrapper would be the wrong one.
     """
@@ -97,9 +97,9 @@ def ddp_settings(strategy: DDPStrategy) -> dict[str, Any]:
 
 
 def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
-    """Where the processes of the run were started, SLURM say. Strategies for one device do not have it publicly.
+    """Returns the environment that started the processes, such as SLURM. One-device strategies do not publish it.
 
-    Without the name: what the strategy has, or None.
+    Without the name: the strategy's own, or None.
     """
     connector = getattr(trainer, "_accelerator_connector", trainer.strategy)
     return getattr(connector, "cluster_environment", None)
@@ -113,11 +113,11 @@ _BEFORE_FETCH, _AFTER_FETCH = "_on_before_fetch", "_on_after_fetch"
 class FetchPatch(Layer):
     """Calls ``began`` and ``ended`` around every fetch from the train dataloader.
 
-    It stands around the methods that the loop calls there. Without the names nothing is told, and the wait for a batch
+    It wraps the methods that the loop calls there. Without the names, neither is called, and the wait for a batch
     counts as part of the gaps between steps.
 
     Attributes:
-        hears: Whether the names are there.
+        hears: Whether the names exist.
     """
 
     name = "timeline"
@@ -148,7 +148,7 @@ class FetchPatch(Layer):
         self._rebind()
 
     def _rebind(self) -> None:
-        """Gives the methods as they are now to the epoch under way, which holds them as they were when it began."""
+        """Gives the current methods to the running epoch, which stored references to them when it began."""
         epochs, fetcher = self._loop.epoch_loop, getattr(self._loop, "_data_fetcher", None)
         for held, name in (("_start_profiler", _BEFORE_FETCH), ("_stop_profiler", _AFTER_FETCH)):
             if hasattr(epochs, name) and getattr(getattr(fetcher, held, None), "__self__", None) is epochs:
@@ -159,7 +159,7 @@ class FetchPatch(Layer):
 
 
 def parser_actions(parser: Any) -> list[Any]:
-    """The arguments of a parser of jsonargparse's, by argparse's own name; publicly they are in the help's text only.
+    """Returns the arguments of a jsonargparse parser, by argparse's own name; publicly they are only in the help text.
 
     Without the name: none, and the error for a misspelt key names no nearest one.
     """

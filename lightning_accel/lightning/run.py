@@ -1,4 +1,4 @@
-"""One run of a Trainer: its parts are made when it starts, and closed when it ends."""
+"""One run of a Trainer: makes its parts when it starts, and closes them when it ends."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
 
-_LOOK = 0.01  # the share of a turn that a look before every switch may take
+_LOOK = 0.01  # the largest share of a turn for the inspection before each switch
 
 
 class Run:
-    """A plan at work on the module of a Trainer.
+    """A plan applied to the module of a Trainer.
 
     Attributes:
         engine: The engine. It acts on the module once the run is started.
         is_fitting: Whether the run is a fit.
-        is_started: Whether the plan is at work.
-        memory: What the run does about a lack of memory.
-        pipeline: The layers around its steps. They stand aside for a step that runs as the user wrote it.
+        is_started: Whether the plan is applied.
+        memory: The recovery from out-of-memory errors.
+        pipeline: The layers around its steps. They are removed for a step that runs as the user wrote it.
         live: The live trials; None if there are none.
     """
 
@@ -70,7 +70,7 @@ class Run:
         self._context = build_context(plan, module, host, device=trainer.strategy.root_device)
         self.engine = engine_of(module, host, plan, self._context, kept, purse)
         self._is_answering = plan.on_oom != "off"
-        # FSDP's ranks gather parameters within a step, which none can repeat alone.
+        # FSDP's ranks gather parameters within a step, so that no rank can repeat it alone.
         self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
         self._split: SplitBatches | None = None
         if plan.on_oom == "split" and self.is_fitting and self._can_repeat:
@@ -87,31 +87,30 @@ class Run:
         )
         self._retry: StepRetry | None = None
         self._outputs: StepOutputs | None = None
-        self._stepping: Optimizer | None = None  # the one that stepped last
+        self._stepping: Optimizer | None = None  # the optimizer that stepped last
         self.live: LiveTuning | None = None
-        self._others = PatchSet()  # the patches that stay when the pipeline stands aside
+        self._others = PatchSet()  # patches that stay while the pipeline is removed
         self.pipeline = StepPipeline()
-        self._switches, self._look_s = 0, 0.0  # what the latest look for what outlives a step took
+        self._switches, self._look_s = 0, 0.0  # seconds of the latest search for tensors that outlive a step
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer of the run."""
         return self._module.trainer
 
     @property
     def is_over(self) -> bool:
-        """Whether a fit that began plain ends plain: nothing has won, and memory cannot run out."""
+        """Whether a fit that began plain continues plain: no option has won, and memory cannot run out."""
         if self._purse is None or not self.is_started or self.memory.put_on or may_lack_memory(self._context.device):
             return False
         return self.live is None or self.live.has_ended
 
     def guard(self) -> None:
-        """Guards the steps before :meth:`start` against a lack of memory, if there may be one."""
+        """Guards the steps before :meth:`start` against a lack of memory, if one is possible."""
         if self._is_answering and may_lack_memory(self._module.trainer.strategy.root_device):
             self.pipeline.add(*self._guards())
 
     def start(self, left_out: Mapping[str, str] | None = None, program: Key | None = None) -> None:
-        """Puts the parts to work. If it raises, :meth:`close` undoes what it has done."""
+        """Starts all parts. If it raises an error, :meth:`close` undoes its changes."""
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
         techniques, wants_pipeline = self._context.techniques, getattr(trainer.strategy, "wants_pipeline", False)
         self.is_started = True
@@ -146,11 +145,11 @@ class Run:
             set_choices(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
 
     def _guards(self) -> Iterator[Layer]:
-        """The layers that a step of this run needs."""
+        """Yields the layers that guard the steps of this run."""
         precision = self._precision
         if self._split is not None:
             yield self._split
-        if isinstance(precision, AutocastPrecision):  # XLA has another one, and runs a step when it is over
+        if isinstance(precision, AutocastPrecision):  # XLA has another precision, and executes a step after its end
             outputs = StepOutputs(self._module, self.engine, precision, self._can_repeat_step, self._revert)
             self._outputs = outputs
             if self._is_in_force():
@@ -173,7 +172,7 @@ class Run:
             yield self.memory
 
     def close(self) -> None:
-        """Restores the module and the Trainer, and keeps what the next run has to know."""
+        """Restores the module and the Trainer, and stores the state for the next run."""
         self.keep()
         self.memory.close()
         self._others.undo()
@@ -188,7 +187,7 @@ class Run:
             self._kept.tuning = self.live.settled
 
     def resume(self, decisions: Decisions) -> None:
-        """Continues from a checkpoint, once it was read into what is kept."""
+        """Continues from a checkpoint after the run state was loaded from it."""
         self.engine.decisions.update(decisions)
         self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
         self.engine.carry_out(decisions)
@@ -196,17 +195,17 @@ class Run:
             self.live.resumed = self._kept.tuning
 
     def interrupt(self) -> None:
-        """Is told that no training step comes next."""
+        """Tells the live trials that no training step comes next."""
         if self.live is not None:
             self.live.turns.interrupt()
 
     def _leave_page(self, page: StepMemoryError) -> None:
-        """Leaves the page as a file. In a fit, the SpeedMemoryLogger does that."""
+        """Writes the page to a file. In a fit, the SpeedMemoryLogger does so."""
         if self._plan.report and not self.is_fitting:
             leave_page_of_evaluation(self._module.trainer, page)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Shows an optimizer that is about to step to the techniques: it may have been made in mid-run."""
+        """Shows an optimizer that is about to step to the techniques. It may have been made during the run."""
         if optimizer is not self._stepping:
             self._stepping = optimizer
             self.engine.add_optimizers([optimizer])
@@ -218,11 +217,11 @@ class Run:
             restore_layouts(checkpoint, self._module, self._module.trainer.optimizers, memory_format.strides())
 
     def _is_in_force(self) -> bool:
-        """Whether a step differs from the user's own: it is edited, or its precision is our choice."""
+        """Returns whether a step differs from the user's own, by edits or by our choice of the precision."""
         return self.engine.has_edits or self._precision.is_ours
 
     def _switched(self, is_plain: bool) -> None:
-        """Is told, between two steps, that the next one runs in another way than the last one."""
+        """Prepares, between two steps, for a next step that runs differently from the last one."""
         if self._outputs is not None and self._may_look():
             began = seconds()
             self._outputs.mend()
@@ -238,7 +237,7 @@ class Run:
                 self.pipeline.stand()
 
     def _may_look(self) -> bool:
-        """Whether to look for what a step has left before the next switch. After short steps, looks get rarer."""
+        """Returns whether to search for tensors of earlier steps before a switch: more rarely if steps are short."""
         self._switches += 1
         turn_s = None if self._purse is None else self._purse.turn_s
         return turn_s is None or self._look_s <= _LOOK * turn_s or self._switches.bit_count() == 1
@@ -247,7 +246,7 @@ class Run:
         return self._retry is not None and self._retry.can_repeat
 
     def _revert(self, name: str, reason: str, kind: VerdictKind) -> None:
-        """Takes a technique back for the rest of the run, with a verdict of this kind."""
+        """Reverts a technique for the rest of the run, with a verdict of this kind."""
         if self.live is not None:
             self.live.lose(name)
         if name == "precision":

@@ -1,4 +1,4 @@
-"""The engine of one run, with what earlier runs have left and what ranks have to agree on."""
+"""The engine of one run, with the results of earlier runs and the agreement between ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_accel.techniques.registry import declarations
 def engine_of(
     module: LightningModule, host: Host, plan: Plan, context: BuildContext, kept: RunState, purse: Purse | None
 ) -> Engine:
-    """The engine for a run, which has not begun."""
+    """Makes the engine for a run that has not begun."""
     trainer = module.trainer
     is_fitting = trainer.state.fn == TrainerFn.FITTING
     is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-    # Training keeps the ranks in step. In evaluation each rank has its own number of batches, perhaps none. There,
-    # ranks depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
+    # Training keeps the ranks in step. In evaluation, each rank has its own number of batches, perhaps none. Ranks
+    # then depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
     steps_with_others = trainer.world_size > 1 and (is_fitting or is_sharded)
     engine = Engine(
         module,

@@ -1,4 +1,4 @@
-"""What a run leaves to the next run of the same module, and to its checkpoint."""
+"""The state that a run leaves to the next run of the same module and to its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_accel.tuning.tuning_result import Tuning
 
 @dataclass
 class RunState:
-    """What runs have found out about a module.
+    """Results of earlier runs of a module.
 
     Attributes:
-        decisions: On its sites, in steps with gradients.
-        decisions_without_gradients: In steps without; they do not hold for the others.
-        tuning: What the live trials have settled.
-        put_on: Against a lack of memory: names and settings.
+        decisions: The verdicts on its sites, from steps with gradients.
+        decisions_without_gradients: Those from steps without gradients, which do not hold for the others.
+        tuning: The settled results of the live trials.
+        put_on: The techniques put on after a lack of memory: names and settings.
     """
 
     decisions: Decisions = field(default_factory=dict)
@@ -32,13 +32,13 @@ class RunState:
     _module: weakref.ref[nn.Module] | None = None
 
     def be_of(self, module: nn.Module) -> None:
-        """Forgets everything if it is about another module."""
+        """Forgets everything if the state belongs to another module."""
         if self._module is None or self._module() is not module:
             vars(self).update(vars(RunState()))
             self._module = weakref.ref(module)
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as plain values, for a checkpoint, without empty entries."""
+        """Returns the state as plain values, for a checkpoint, without empty entries."""
         found = {
             "decisions": {
                 technique: {site: verdict.to_dict() for site, verdict in verdicts.items()}
@@ -50,7 +50,7 @@ class RunState:
         return {name: value for name, value in found.items() if value}
 
     def load(self, state: Mapping[str, Any]) -> Decisions:
-        """Takes a state of :meth:`to_dict` over. Returns its decisions, which a run in progress has to carry out."""
+        """Loads a state of :meth:`to_dict`. Returns its decisions, which a run in progress must carry out."""
         self.put_on = [(name, settings) for name, settings in state.get("out_of_memory", ())]
         if "tuning" in state:
             self.tuning = Tuning.from_dict(state["tuning"])
@@ -60,4 +60,4 @@ class RunState:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_module": None}  # which a copy, or another process, does not have
+        return vars(self) | {"_module": None}  # a copy or another process does not have this module

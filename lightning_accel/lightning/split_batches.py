@@ -1,8 +1,8 @@
-"""The split layer: it sends a batch through ``training_step`` and its backward pass in parts, within one step.
+"""The split layer: sends a batch in parts through ``training_step`` and its backward pass, within one step.
 
-The share of a part in the samples is its weight. So if the loss is a mean over samples and no layer uses batch
+The weight of a part is its share of the samples. So if the loss is a mean over samples and no layer uses batch
 statistics, the gradients add up to those of the whole batch. Lightning sees one step. Its loss has the value for the
-whole batch and the graph of the last part. The gradients of the other parts are there when the last part goes backward.
+whole batch and the graph of the last part. The other parts' gradients exist before the backward pass of that part.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_accel.lightning.step_snapshot import begins_gradients
 from lightning_accel.step.layers import Call, Layer
 
 NAME = "out_of_memory"
-"""Its record in the report."""
+"""The name of its record in the report."""
 
 
 class SplitBatches(Layer):
-    """Splits the training batches of one run, from the moment when :meth:`halve` or :meth:`begin` is called.
+    """Splits the training batches of one run, once :meth:`halve` or :meth:`begin` was called.
 
     Attributes:
         most: The largest number of samples in a part; None if batches are not split.
@@ -51,10 +51,10 @@ class SplitBatches(Layer):
     def __str__(self) -> str:
         return "batches are whole" if self.most is None else f"batches in parts of at most {self.most} samples"
 
-    # -- how far -------------------------------------------------------------------------------------------------
+    # -- the size of the parts -----------------------------------------------------------------------------------
 
     def begin(self, most: int) -> None:
-        """Splits from now on, as the run did before its checkpoint."""
+        """Splits batches from now on, as the run did before its checkpoint."""
         why = self._why_never()
         if why:
             self._refuse(why)
@@ -65,7 +65,7 @@ class SplitBatches(Layer):
         """Halves the largest part, which was too large.
 
         Returns:
-            Why that cannot be; empty if it is done.
+            The reason why this is impossible; empty if it is done.
         """
         why = self._why_never()
         try:
@@ -85,7 +85,7 @@ class SplitBatches(Layer):
         return ""
 
     def give_up(self, why: str) -> None:
-        """Takes the latest halving back, and never halves again."""
+        """Undoes the latest halving, and never halves again."""
         self._given_up = f"in parts of {self.most} samples {why}"
         self._set_limit(self._former)
         self._refuse(self._given_up)
@@ -111,7 +111,7 @@ class SplitBatches(Layer):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def around_backward(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        # It begins at the last part. The gradients of the earlier parts have to be there by then.
+        # The backward pass begins with the last part. The gradients of the earlier parts must exist by then.
         earlier, self._earlier = self._earlier, []
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -130,7 +130,7 @@ class SplitBatches(Layer):
     def _in_parts(self, step: Callable[..., Any], parts: Sequence[tuple[Any, int]], others: Any, kwargs: Any) -> Any:
         trainer = self._module.trainer
         size = sum(length for _, length in parts)
-        earlier: Tensor | None = None  # what the parts before add to the loss
+        earlier: Tensor | None = None  # the loss of the earlier parts
         extras: list[dict[str, Any]] = []
         with self._earlier_gradients_aside(), SplitLogs(trainer) as logs:
             for index, (part, length) in enumerate(parts, start=1):
@@ -138,12 +138,12 @@ class SplitBatches(Layer):
                 outputs = step(part, *others, **kwargs)
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
                 extras += [map_tensors(Tensor.detach, dict(outputs))] if isinstance(outputs, Mapping) else []
-                # None: this part is to be skipped. Anything else is for Lightning to complain about.
+                # None skips this part. Lightning itself reports values of other types.
                 loss = loss * (length / size) if isinstance(loss, Tensor) else None
                 if loss is not None and index < len(parts):
                     self._module.backward(self._scaled(loss / trainer.accumulate_grad_batches))
                     earlier = loss.detach() if earlier is None else earlier + loss.detach()
-        if earlier is not None:  # which needs a graph even if the last part has none
+        if earlier is not None:  # the loss needs a graph even if the last part has none
             loss = earlier.requires_grad_() if loss is None else loss + earlier
         if loss is None:
             return outputs
@@ -151,10 +151,10 @@ class SplitBatches(Layer):
 
     @contextmanager
     def _earlier_gradients_aside(self) -> Iterator[None]:
-        """Collects the gradients of earlier parts of the batch elsewhere: Lightning zeroes all after ``training_step``.
+        """Collects the gradients of earlier parts elsewhere, as Lightning zeroes all gradients after ``training_step``.
 
-        So a part that raises has changed no gradient. If nobody can see the old gradients before they are zeroed, their
-        memory is freed now.
+        So a part that raises has changed no gradient. If no code can see the old gradients before they are zeroed,
+        their memory is freed now.
         """
         module, optimizers = self._module, self._module.trainer.optimizers
         optimized = {p: None for one in optimizers for group in one.param_groups for p in group["params"]}
@@ -171,7 +171,7 @@ class SplitBatches(Layer):
                 parameter.grad = gradient
 
     def _zeroes_unseen(self, optimizer: Optimizer) -> bool:
-        """Whether the present gradients are dropped after ``training_step``, and nobody looks at them before."""
+        """Returns whether the present gradients are dropped after ``training_step`` and no code reads them before."""
         trainer, hook = self._module.trainer, "on_before_zero_grad"
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return (
@@ -183,7 +183,7 @@ class SplitBatches(Layer):
 
 
 def _joined(outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
-    """Joins the outputs of all parts: tensors with a row for each sample. Of everything else it takes the last."""
+    """Joins the outputs of all parts: tensors with a row for each sample. All others are those of the last part."""
     joined = dict(outputs[-1])
     for name in joined:
         values = [one.get(name) for one in outputs]

@@ -1,4 +1,4 @@
-"""What ``self.log`` makes of a step that goes through its batch in parts, and so logs once for each."""
+"""``self.log`` in a step that processes its batch in parts and so logs once for each part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_accel.step.layers import Call, Layer
 
 
 class SplitLogs(Layer):
-    """Around the parts of one step: means, of the step as of the epoch, are over its samples, not over its parts."""
+    """A layer around the parts of one step that makes the step's and the epoch's means weigh samples, not parts."""
 
     name = "split"
 
@@ -21,8 +21,8 @@ class SplitLogs(Layer):
         self._results: Any = logged_results(trainer)
         super().__init__([] if self._results is None else [(self._results, ("update_metrics",))])
         self._share = 1.0
-        self._values: dict[str, tuple[Tensor, float]] = {}  # of the step so far: weighted sum, sum of weights
-        self._part: dict[str, Tensor] = {}  # of the part under way
+        self._values: dict[str, tuple[Tensor, float]] = {}  # weighted sum and sum of weights of the step so far
+        self._part: dict[str, Tensor] = {}  # values of the current part
 
     def __enter__(self) -> Self:
         if self._results is not None:
@@ -31,7 +31,7 @@ class SplitLogs(Layer):
         return self
 
     def begin_part(self, part: Any, share: float) -> None:
-        """Has what is logged next weigh as much as this part has samples."""
+        """Weights the values logged next by this part's share of the samples."""
         self._end_part()
         self._share = share
         if self._results is not None:
@@ -45,7 +45,7 @@ class SplitLogs(Layer):
         self._results.batch, self._results.batch_size = self._shown
         if kind is None:
             for key, (total, weight) in self._values.items():
-                # With no samples: the step's value becomes this one, and the epoch's stays as it is.
+                # A batch size of 0 sets the step's value and leaves the epoch's unchanged.
                 self._results.update_metrics(key, total / weight, 0)
 
     def around_update_metrics(self, call: Call, key: str, value: Any, batch_size: int) -> None:

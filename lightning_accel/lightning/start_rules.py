@@ -1,4 +1,4 @@
-"""Whether a fit begins as the user wrote it, by its plan and by the limits of its Trainer."""
+"""Rules that decide from the plan and the Trainer's limits whether a fit begins as the user wrote it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
 SHORT_ON_RANKS = 100
-"""Optimizer steps: a run of several ranks that has fewer is accelerated only if the user asks for it by name."""
+"""Optimizer steps. A run of several ranks with fewer steps is accelerated only if the user asks for it by name."""
 
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 
 def asks_by_name(plan: Plan) -> bool:
-    """Whether a plan asks by name for something that has to act from the first step on."""
+    """Returns whether a plan requests by name something that must act from the first step on."""
     return plan.on_oom == "split" or any(
         not (value == declaration.default or declaration.is_off(value))
         for (name, declaration), value in zip(declarations().items(), plan.settings().values(), strict=True)
-        if name != "precision"  # which needs no edits
+        if name != "precision"  # needs no edits
     )
 
 
 def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str, kept: RunState) -> bool:
-    """Whether a run begins as the user wrote it, given a plan that asks for nothing by name.
+    """Returns whether a run begins as the user wrote it, for a plan that requests nothing by name.
 
-    A run does not begin plain if no clock may decide, or if what cannot be done is an error. On several ranks, layouts
-    have to be known before the first step. There, only a run that is known to be short stays plain, from end to end.
+    It does not if time measurements may not decide, or if a technique that fails is an error. On several ranks, layouts
+    must be known before the first step: only a run that is known to be short stays plain there, from start to end.
     """
     trainer = module.trainer
     strategy: Strategy = trainer.strategy
@@ -44,19 +44,19 @@ def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str
     is_new = trainer.ckpt_path is None and not (kept.tuning or kept.decisions or kept.put_on)
     is_to_stay = is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
     is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
-    has_scaler = precision == "16-mixed" and plan.of("precision") == "auto"  # with which a step is of another kind
+    has_scaler = precision == "16-mixed" and plan.of("precision") == "auto"  # a scaler changes the kind of a step
     feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
-    # A step that takes its batches from the loader itself has no moment at which the plan could go to work.
+    # A step that reads the loader directly has no moment at which the plan could start.
     return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
 
 
 def is_rehearsal(trainer: Trainer) -> bool:
-    """Whether a fit is there to be looked at, and not to train."""
+    """Returns whether a fit is a check (``fast_dev_run``, ``overfit_batches``) and not a training."""
     return bool(trainer.fast_dev_run or trainer.overfit_batches)  # type: ignore[attr-defined]
 
 
 def _is_short_on_every_rank(trainer: Trainer) -> bool:
-    """Whether a fit is short by the Trainer's own limits. They are the same on every rank, whatever its loaders."""
+    """Returns whether a fit is short by the Trainer's own limits, which are the same on every rank."""
     limit, epochs, accumulated = trainer.limit_train_batches, trainer.max_epochs or -1, trainer.accumulate_grad_batches
     turns = epochs * -(-limit // accumulated) if isinstance(limit, int) and epochs != -1 else math.inf
     turns = turns if trainer.max_steps == -1 else min(turns, trainer.max_steps)
@@ -64,7 +64,7 @@ def _is_short_on_every_rank(trainer: Trainer) -> bool:
 
 
 def plain_report(host: Host, plan: Plan, precision: str, planned: Mapping[str, bool]) -> Report:
-    """The report of a run that begins as the user wrote it."""
+    """Returns the report of a run that begins as the user wrote it."""
     report = Report(planned, device=host.described)
     for name, is_planned in planned.items():
         if is_planned:
@@ -75,7 +75,7 @@ def plain_report(host: Host, plan: Plan, precision: str, planned: Mapping[str, b
 
 
 def own_format(module: nn.Module) -> str:
-    """The first parameter or buffer in 16 bits, which leave none for us to choose; empty without one."""
+    """Describes the first 16-bit parameter or buffer, which rules out a format of our choice; empty if none."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return f"{name} in {str(tensor.dtype).removeprefix('torch.')}"
@@ -83,5 +83,5 @@ def own_format(module: nn.Module) -> str:
 
 
 def may_lack_memory(device: torch.device) -> bool:
-    """Whether a step that fits plain is to be answered where it does not: a machine's own memory is the kernel's."""
+    """Returns whether a lack of memory is an error here. On a CPU without its own limit, the kernel acts instead."""
     return device.type != "cpu" or has_limit_of_its_own()

@@ -1,9 +1,9 @@
-"""The outputs layer: what outlives a step has the dtype and the layout of a plain run.
+"""The outputs layer: tensors that outlive a step get the dtype and the layout of a plain run.
 
 A step in bfloat16 or in channels_last may leave tensors that the next step, in float32 and in the user's layout, cannot
-take. Hooks, callbacks and loggers do not expect them either. So this layer converts what a step returns to the plain
-form. It also looks for what a step leaves in attributes, lists and closures: in the first steps, and then ever more
-rarely.
+use. Hooks, callbacks and loggers do not expect them either. So this layer converts what a step returns to the plain
+form. It also searches attributes, lists and closures for tensors that a step leaves there: in the first steps, then
+more and more rarely.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DRAWS_GOING_BACKWARD = "a hook on the backward pass draws random numbers, in the
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of tensors in a step that would be in float32 and contiguous in a plain run.
+    """The form that a step gives to tensors that are float32 and contiguous in a plain run.
 
     Attributes:
         dtype: The dtype in place of float32; None if it is float32.
@@ -46,23 +46,23 @@ class _Form:
     is_laid_out: bool
 
     def technique(self, tensor: Tensor) -> str | None:
-        """The technique that has brought a tensor into this form; None if the tensor is not in it."""
+        """Returns the technique that brought a tensor into this form; None if the tensor is not in it."""
         if tensor.dtype == self.dtype:
             return "precision"
         return "memory_format" if self.is_laid_out and is_channels_last(tensor) else None
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """The tensor in its plain form. Autocast makes 16-bit tensors from float32 only."""
+        """Returns the tensor in its plain form. Autocast makes 16-bit tensors from float32 only."""
         tensor = tensor.float() if tensor.dtype == self.dtype else tensor
         return tensor.contiguous() if self.is_laid_out and is_channels_last(tensor) else tensor
 
 
 class StepOutputs(Layer):
-    """Watches over what leaves the steps of one run.
+    """Checks the tensors that leave the steps of one run.
 
-    If a training step leaves a tensor in another form, the technique that made it ends: live trials may switch a number
-    format or a layout between two steps only if nobody can tell the steps apart. What a step of evaluation leaves is
-    converted to the plain form after every such step.
+    If a training step leaves a tensor in another form, the technique that made it is reverted: live trials may switch a
+    number format or a layout between two steps only if no code can see a difference. What a step of evaluation leaves
+    is converted to the plain form after every such step.
     """
 
     name = "outputs"
@@ -79,14 +79,14 @@ class StepOutputs(Layer):
         self._can_repeat, self._revert = can_repeat, revert
         laid_out = engine.technique(MemoryFormat)
         self._memory_format = laid_out if laid_out is not None and laid_out.has_weights else None
-        self._steps: Counter[str] = Counter()  # of each kind that were in another form
-        self._mended: set[str] = set()  # kinds of steps of evaluation after each of which is looked
-        self._looked_at: _Form | None = None  # in which the step under way was, if it was looked at
-        self._leaving: dict[str, str] = {}  # what is to go before the next step, and why
-        self._draws: LayoutDraws | None = None  # of the backward pass under way
-        self._was_laid_out = False  # a step, by us
-        self._is_cut = False  # the latest look: there was too much to look at
-        self._own: dict[int, Tensor] | None = None  # what the user has in such a form; kept, so that no id comes again
+        self._steps: Counter[str] = Counter()  # the number of steps in another form, by stage
+        self._mended: set[str] = set()  # evaluation stages that are searched after every step
+        self._looked_at: _Form | None = None  # the form of the current step, if it was searched
+        self._leaving: dict[str, str] = {}  # techniques to revert before the next step, with reasons
+        self._draws: LayoutDraws | None = None  # random draws of the current backward pass
+        self._was_laid_out = False  # whether we laid out any step in channels_last
+        self._is_cut = False  # whether the latest search stopped at its limit
+        self._own: dict[int, Tensor] | None = None  # the user's tensors in such a form; kept, so that no id is reused
 
         # The user's hooks are shown weights in their own layout.
         companions = [_HooksLayer(module, self._memory_format)] if self._memory_format is not None else []
@@ -121,7 +121,7 @@ class StepOutputs(Layer):
         return outputs
 
     def around_backward(self, call: Call, *args: Any, **kwargs: Any) -> None:
-        """Looks for what hooks on the backward pass keep if the forward pass was looked at, and for what they draw.
+        """Searches for tensors that backward hooks keep if the forward pass was searched, and for their random draws.
 
         A gradient has the layout of its weight in memory, and so has the noise that is added to it.
         """
@@ -136,17 +136,17 @@ class StepOutputs(Layer):
             self._leaving |= self._brought_to_plain(self._looked_at)
 
     def has_drawn(self, *, laid_out: bool = False) -> bool:
-        """Whether the backward pass under way has drawn random numbers while a layout may be on."""
+        """Returns whether the current backward pass has drawn random numbers while a layout may be on."""
         if self._draws is None or (laid_out and not (self._memory_format and self._memory_format.acts())):
             return False
         self._draws.has_drawn |= self._draws.have_moved()
         return self._draws.has_drawn
 
     def mend(self) -> list[str]:
-        """Converts what former steps have left to the plain form, before a step that may not be able to take it.
+        """Converts what earlier steps left to the plain form, before a step that may fail with another form.
 
         Returns:
-            The techniques that had it in another form. They are taken back before the next step.
+            The techniques whose form it was. They are reverted before the next step.
         """
         if not self._steps:
             return []
@@ -154,7 +154,7 @@ class StepOutputs(Layer):
         return list(self._leaving)
 
     def _find_own(self) -> None:
-        """Notes, before the first step, what the user has in such forms. If it is a number format, ours goes."""
+        """Notes, before the first step, the user's own tensors in such forms. A 16-bit one rules out our precision."""
         form = _Form(self._precision.chosen_dtype, is_laid_out=True)
         found = [*self._left_behind(form)]
         self._own = {id(tensor): tensor for _, tensor in found}
@@ -163,19 +163,19 @@ class StepOutputs(Layer):
                 self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
 
     def _is_in_sight(self, form: _Form) -> bool:
-        """Whether an attribute of the module, or the end of a list in it, is in a form. Each step can afford that."""
+        """Returns whether a module attribute, or the end of a list, is in a form: a cheap check for every step."""
         values = [part[-1] if type(part) is list and part else part for part in vars(self._module).values()]
         own = self._own or {}
         return any(isinstance(t, Tensor) and form.technique(t) is not None and id(t) not in own for t in values)
 
     def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Looks for what a step has left in another form, and converts it to the plain one."""
+        """Searches for tensors that a step left in another form, and converts them to the plain form."""
         moved = [(p, before) for p, before in parameters if p.dtype != before.dtype]
-        # What a backward pass will read stays until that is over; with manual optimization it is.
+        # Tensors that a backward pass will read stay until it is over. With manual optimization it is over by now.
         goes_backward = name == "training_step" and self._module.automatic_optimization
         reasons = self._brought_to_plain(form, spares_graphs=goes_backward)
         for parameter, before in moved:
-            parameter.data = before  # as it was before it was rounded
+            parameter.data = before  # the value before rounding
         if name != "training_step":
             self._mended |= {name} if reasons else set()
             if reasons and self._is_cut:
@@ -184,12 +184,12 @@ class StepOutputs(Layer):
         self._looked_at = form
         if not reasons:
             return
-        if moved and self._can_repeat():  # of a parameter in another dtype the gradient would be, too
+        if moved and self._can_repeat():  # the gradient would have the parameter's wrong dtype
             raise EditError("precision", reasons["precision"])
         self._leaving = reasons
 
     def _brought_to_plain(self, form: _Form, *, spares_graphs: bool = False, most: int = MOST) -> dict[str, str]:
-        """Converts what anybody holds in a form to the plain one. Returns the reasons, by technique."""
+        """Converts all held tensors in a form to the plain form. Returns the reasons, by technique."""
         reasons: dict[str, str] = {}
         for way, tensor in self._left_behind(form, most):
             technique = form.technique(tensor)
@@ -203,7 +203,7 @@ class StepOutputs(Layer):
         return reasons
 
     def _left_behind(self, form: _Form, most: int = MOST) -> list[tuple[str, Tensor]]:
-        """What the user's objects hold in a form, each with the way to it. What they had before the run is left out."""
+        """Returns the tensors in a form that the user's objects hold since the run began, each with the path to it."""
         callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
         own = self._own or {}
@@ -212,7 +212,7 @@ class StepOutputs(Layer):
         try:
             for way, tensor in held_tensors(*roots, most=most):
                 technique = form.technique(tensor)
-                is_ours = technique == "memory_format" and isinstance(tensor, nn.Parameter)  # which it restores itself
+                is_ours = technique == "memory_format" and isinstance(tensor, nn.Parameter)  # the technique restores it
                 if technique is not None and not is_ours and id(tensor) not in own:
                     found.append((way, tensor))
         except LookupError as error:
@@ -222,7 +222,7 @@ class StepOutputs(Layer):
 
 
 class _HooksLayer(Layer):
-    """Shows the user's hooks, of the module and of callbacks, the weights in the user's own layout."""
+    """Shows the weights in the user's own layout to the user's hooks, of the module and of callbacks."""
 
     name = "outputs"
 
@@ -240,9 +240,9 @@ _MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a modul
 
 
 def users_hooks(module: LightningModule) -> Iterator[tuple[LightningModule | Callback, list[str]]]:
-    """The module and the callbacks, each with the names of the hooks that the user has written.
+    """Yields the module and the callbacks, each with the names of the hooks that the user has written.
 
-    In these the user's own code runs beside steps. In ``optimizer_step`` and its like it calls a step.
+    In these hooks the user's own code runs outside of steps. ``optimizer_step`` and similar hooks call a step.
     """
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     for owner, base in [(module, own(module, LightningModule)), *((one, own(module, Callback)) for one in callbacks)]:

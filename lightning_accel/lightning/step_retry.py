@@ -1,9 +1,9 @@
-"""The retry layer: it takes a failed step back, and runs it again with less of ours, or with less memory.
+"""The retry layer: undoes the effects of a failed step, and runs it again with fewer edits or less memory.
 
-No technique is worth a run. Whatever a step raises, this layer restores what the step has changed (random streams,
-buffers and all else) and runs the step again, after one fallback after the other
-(:mod:`~lightning_accel.lightning.fallbacks`). The last fallback is the step as the user wrote it. If that raises as
-well, the error is the user's own, and they get it alone.
+No technique is worth the loss of a run. Whatever a step raises, this layer restores what the step has changed (random
+streams, buffers and all else) and repeats the step after one fallback after the other
+(:mod:`~lightning_accel.lightning.fallbacks`). The last fallback is the step as the user wrote it. If that fails as
+well, the error is the user's own, and is raised alone.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD
 from lightning_accel.lightning.step_snapshot import Attempt, SmallState, begins_gradients
 from lightning_accel.step.layers import STEPS, Call, Layer
 
-# The end of a loader that the step itself reads, and what we tell the user on purpose.
+# The end of a loader that the step itself reads, and errors that we raise for the user.
 _NOT_OURS = (StopIteration, SettingError, AccelError)
 
 
 class StepRetry(Layer):
     """Runs the failed steps of one run again.
 
-    A step cannot run again if an optimizer has stepped in it, if its gradients were added to older ones, or if it reads
-    its loader itself. Its exception then goes through as it is.
+    A step cannot be repeated if an optimizer has stepped in it, if its gradients were added to older ones, or if it
+    reads its loader itself. Its exception then passes through unchanged.
     """
 
     name = "retry"
@@ -59,13 +59,13 @@ class StepRetry(Layer):
         return outputs
 
     def keep_again(self) -> None:
-        """Takes the snapshot of the attempt anew: rank 0 has sent its buffers since the step began."""
+        """Takes the attempt's snapshot again, since rank 0 has sent its buffers after the step began."""
         if self._attempt is not None:
             self._attempt.keep_again(self._state)
 
     @property
     def can_repeat(self) -> bool:
-        """Whether the step under way can run again, if somebody raises an :class:`EditError` in it."""
+        """Whether the current step can be repeated if an :class:`EditError` is raised in it."""
         return self._attempt is not None and not self._is_one_of_several and self._attempt.can_be_repeated()
 
     # -- the stages of a step --------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class StepRetry(Layer):
             if not self._engine.is_trying:
                 state = self._state = self._state or SmallState(self._module)
             attempt = self._attempt = Attempt(call, (args, kwargs), self._module, state)
-        except Exception:  # what cannot be copied cannot be restored: such a step runs once, as the user's own
+        except Exception:  # state that cannot be copied cannot be restored: the step runs once, as the user's own
             self._state = None
             return call(*args, **kwargs)
         try:
@@ -92,9 +92,9 @@ class StepRetry(Layer):
         return outputs
 
     def around_backward(self, call: Call, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """Runs a backward pass; if it raises, the step and it run again."""
+        """Runs a backward pass. If it raises, both the step and the backward pass run again."""
         if self._attempt is None or not self._module.automatic_optimization:
-            # Without an attempt, nothing of ours is in force. With manual optimization, it is a part of the step.
+            # Without an attempt, no edit is in force. With manual optimization, the backward pass is part of the step.
             call(loss, *args, **kwargs)
             return
         attempt, self._attempt = self._attempt, None
@@ -110,19 +110,19 @@ class StepRetry(Layer):
             if not (self._gradients_are_new(error) and self._may_repeat(attempt, error)):
                 raise
             failure = self._failure(attempt, error)
-        precision.let_go_of(loss)  # whose graph the Trainer still holds
+        precision.let_go_of(loss)  # the Trainer still holds its graph
 
         def again(repeat: Call) -> None:
             self._module.zero_grad(set_to_none=True)
             outputs = repeat()
-            # As Lightning does with what a step returns.
+            # As Lightning treats the outputs of a step.
             repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
             call(precision.scaled(repeated / trainer.accumulate_grad_batches), *args, **kwargs)
 
         self._run_again(failure, again)
 
     def around_optimizer_step(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Runs an optimizer's step: within it Lightning calls the step of the module, and the backward pass.
+        """Runs an optimizer's step, within which Lightning calls the module's step and the backward pass.
 
         If the optimizer raises after these, and has written to no parameter, all three run again.
         """
@@ -146,14 +146,14 @@ class StepRetry(Layer):
             return False
         if not (isinstance(error, EditError) or is_out_of_memory(error) or self._parts.is_in_force()):
             return False
-        # Other ranks wait for what a trial of this one has found. They wait for nothing else.
+        # Other ranks wait for the verdicts of this rank's trial, and for nothing else.
         is_alone = not self._is_one_of_several or self._engine.is_trying
         if is_out_of_memory(error) and (self._parts.memory.lets_pass or not is_alone):
             return False
         return attempt.can_be_repeated()
 
     def _gradients_are_new(self, error: Exception) -> bool:
-        # Ranks wait for each other in a backward pass. So one rank alone cannot run it a second time.
+        # Ranks wait for each other in a backward pass. So one rank alone cannot repeat it.
         if not self._module.automatic_optimization or self._is_one_of_several:
             return False
         if not begins_gradients(self._module.trainer):
@@ -164,7 +164,7 @@ class StepRetry(Layer):
     def _failure(self, attempt: Attempt, error: Exception, *, trains: bool = True) -> Failure:
         lacks_memory = is_out_of_memory(error) and not self._is_one_of_several
         if lacks_memory:
-            self._parts.memory.saw(error)  # while the frames of the error are there
+            self._parts.memory.saw(error)  # while the frames of the error still exist
         suspected = suspects(error)
         return Failure(attempt, without_frames(error), suspected, lacks_memory=lacks_memory, trains=trains)
 
@@ -174,7 +174,7 @@ class StepRetry(Layer):
         """Runs a failed step again, after one fallback after the other.
 
         Raises:
-            Exception: What the step raised at last, if no fallback is left.
+            Exception: The last error of the step, if no fallback is left.
         """
         attempt = failure.attempt
         args, kwargs = attempt.given
@@ -200,7 +200,7 @@ class StepRetry(Layer):
         raise failure.error
 
     def _may_go_on(self, failure: Failure, error: Exception) -> bool:
-        """Whether the next fallback may follow, after the step has raised again."""
+        """Returns whether the next fallback may follow after the step has raised again."""
         if isinstance(error, _NOT_OURS) or not failure.attempt.can_be_repeated():
             return False
         if not failure.lacks_memory:
@@ -214,12 +214,12 @@ class StepRetry(Layer):
     def _take_back(self, failure: Failure) -> None:
         try:
             failure.attempt.take_back()
-        except Exception:  # a repetition would not begin where the step did
+        except Exception:  # a repetition would start from another state than the step
             raise failure.error from None
 
 
 class _AfterBroadcast(Layer):
-    """Stands around the module's own steps, which follow the broadcast of rank 0's buffers."""
+    """A layer around the module's own steps, which follow the broadcast of rank 0's buffers."""
 
     name = "retry"
 

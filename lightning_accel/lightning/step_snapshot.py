@@ -1,4 +1,4 @@
-"""A step under way that may have to be repeated, and the state that the repetition must find."""
+"""A running step that may be repeated, and the snapshot of the state that the repetition needs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from lightning_accel.lightning.private import logged_results
 
 Step = Callable[..., Any]
 
-_MOST_BYTES = 1 << 28  # of parameters, of which a trial's step copies up to three: it must not exhaust the memory
+_MOST_BYTES = 1 << 28  # of parameters: a trial's step copies up to three times as much and must not exhaust the memory
 
 
 class Attempt:
-    """A step under way, its arguments, and a snapshot of what it may change."""
+    """A running step, its arguments, and a snapshot of what the step may change."""
 
     def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
         self.step, self.given = step, given
         self._module, self._state = module, state
         self._is_kept, self._is_training_kept = True, False
         self._num_optimizer_steps = module.trainer.global_step
-        # Lightning does not see what the module does by itself: optimizers that step, losses that go backward.
+        # Without automatic optimization, Lightning does not see the module's own optimizer steps and backward passes.
         self._is_automatic = module.automatic_optimization
         self._parameters = _counting_writes(module) if state is None else state.parameters
         self._trained = self._versions()
         self._required: list[tuple[nn.Parameter, bool]] = []
         if state is None or not self._is_automatic:
-            # A module that toggles an optimizer freezes the others' parameters: a repetition must not find them so.
+            # A module that toggles an optimizer freezes the others' parameters. A repetition must find them unfrozen.
             self._required = [(parameter, parameter.requires_grad) for parameter in self._parameters]
-        logged = logged_results(module.trainer)  # its metrics add up into new tensors, and never write into one
+        logged = logged_results(module.trainer)  # its metrics are updated out of place
         also = [] if logged is None else [*(vars(metric) for metric in logged.values()), logged]
         if state is None:
             self._inputs: list[tuple[Tensor, int]] = []
@@ -50,7 +50,7 @@ class Attempt:
             self._large = state.versions()
 
     def _everything(self, also: list[Tensor | Names]) -> StateSnapshot:
-        """A snapshot of all that a step changes. What it trains is left out if it cannot be kept.
+        """Makes a snapshot of all that a step changes. Trained state is left out if it cannot be copied.
 
         With manual optimization, a step may have stepped optimizers before it raises.
         """
@@ -63,21 +63,21 @@ class Attempt:
                 found = StateSnapshot(module, Level.TRAINING, module.device, also=more, optimizers=trainer.optimizers)
                 self._is_training_kept = True
                 return found
-            except Exception:  # an optimizer of another kind: the step is repeated only if it has not trained
+            except Exception:  # an unknown kind of optimizer: the step is repeated only if it has not trained
                 pass
         return StateSnapshot(module, Level.FULL, module.device, also=also)
 
     def keep_again(self, state: SmallState | None) -> None:
-        """Has the repetition find the module as it is now: rank 0 sent its buffers after the step began."""
+        """Takes a snapshot of the module as it is now, since rank 0 sent its buffers after the step began."""
         try:
-            # Without torch's random streams: a meter may count memory by now, and the first snapshot has them.
+            # Without torch's random streams: the first snapshot has them, and a memory meter may be active by now.
             self._snapshots.append((state or SmallState(self._module)).snapshot())
             self._large = state.versions() if state else []
-        except Exception:  # of ours: the user's own step, which is under way, goes on
+        except Exception:  # an error of ours: the user's running step goes on
             self._is_kept = False
 
     def can_be_repeated(self) -> bool:
-        """Whether all that the step has changed can be taken back. A step that reads its loader itself cannot."""
+        """Returns whether all changes of the step can be undone. Those of a step that reads its loader cannot."""
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
         has_trained = not self._is_training_kept and (has_stepped or self._trained != self._versions())
@@ -86,7 +86,7 @@ class Attempt:
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
 
     def _versions(self) -> list[Any]:
-        """What differs once a parameter was written to or, with manual optimization, got another gradient."""
+        """Returns values that differ after a write to a parameter or, with manual optimization, a new gradient."""
         versions: list[Any] = versions_of(self._parameters)
         if not self._is_automatic:
             gradients = [parameter.grad for parameter in self._parameters]
@@ -94,7 +94,7 @@ class Attempt:
         return versions
 
     def take_back(self) -> None:
-        """Brings back what the step has changed, before each repetition."""
+        """Undoes the changes of the step, before each repetition."""
         for snapshot in self._snapshots:
             snapshot.restore()
         for parameter, is_required in self._required:
@@ -102,15 +102,15 @@ class Attempt:
 
 
 def begins_gradients(trainer: Trainer) -> bool:
-    """Whether the gradients of this batch are added to none: Lightning has none before it."""
+    """Returns whether this batch is the first of an accumulation, so that its gradients are added to no others."""
     return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
 class SmallState:
-    """Takes snapshots of a module at :attr:`Level.SMALL`. Of larger tensors it tells whether they were written to.
+    """Takes snapshots of a module at :attr:`Level.SMALL`, and detects writes to its larger tensors.
 
     Attributes:
-        parameters: The parameters that count what is written to them.
+        parameters: The parameters whose writes torch counts.
         is_written_unseen: Whether a step writes to large tensors by ``.data``, which no version counts.
     """
 
@@ -122,16 +122,16 @@ class SmallState:
         self._looks_left = 2 if self._places.large else 0
 
     def snapshot(self, also: Iterable[Names] = (), device: torch.device | None = None) -> StateSnapshot:
-        """The module's state as it is now, what the names in ``also`` stand for, and the random streams of a device."""
+        """Takes a snapshot of the module's state, of the names in ``also``, and of a device's random streams."""
         return StateSnapshot(self._module, Level.SMALL, device, places=self._places, also=also)
 
     def versions(self) -> list[tuple[Tensor, int]]:
-        """The large tensors (a codebook, a queue), and how often each was written to."""
+        """Returns the large tensors (a codebook, a queue), each with its number of writes."""
         found = (names.get(name) for _, names, name in self._places.large)
         return [(t, version_of(t)) for t in found if isinstance(t, Tensor) and not (is_lazy(t) or t.is_inference())]
 
     def look(self) -> None:
-        """Compares the sums of the large tensors before the first two steps. A sum for every step would be slow."""
+        """Compares the sums of the large tensors before the first steps only. A sum for every step would be slow."""
         if not self._looks_left:
             return
         self._looks_left -= 1
@@ -142,10 +142,10 @@ class SmallState:
 
 
 def _counting_writes(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that count what is written to them: all that were not made in inference mode."""
+    """Returns the parameters whose writes torch counts: all that were not made in inference mode."""
     return [parameter for parameter in module.parameters() if not parameter.is_inference()]
 
 
 def _sum_of(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes. Every dtype can be read as bytes."""
+    """Returns the sum of a tensor's bytes, a check that works for every dtype."""
     return int(tensor.detach().reshape(-1).contiguous().view(torch.uint8).sum())

@@ -1,4 +1,4 @@
-"""The layers through which the techniques get the loaders, the batches and the checkpoints of a Trainer."""
+"""Layers that pass a Trainer's loaders, batches and checkpoints to the techniques."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_accel.techniques.base import LoaderTerms
 
 
 class BatchLayer(Layer):
-    """Gives each batch to the techniques, and each checkpoint the layouts that the user's own weights have."""
+    """Passes each batch to the techniques, and gives each checkpoint the layouts of the user's own weights."""
 
     name = "techniques"
 
     def __init__(
         self, trainer: Trainer, engine: Engine, with_own_layouts: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
-        # Lightning does not call `on_save_checkpoint` for a checkpoint of weights only. Hence the state dict.
+        # Lightning does not call `on_save_checkpoint` for a checkpoint of weights only. So this patches the state dict.
         super().__init__([(trainer.strategy, ("batch_to_device", "lightning_module_state_dict"))])
         self._engine, self._with_own_layouts = engine, with_own_layouts
         self._is_xla = trainer.strategy.root_device.type == "xla"
@@ -32,13 +32,13 @@ class BatchLayer(Layer):
         return self._with_own_layouts(call())
 
     def around_batch_to_device(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if self._is_xla:  # on the device, XLA would compile it with the step, for each shape that the batch had before
+        if self._is_xla:  # on the device, XLA would compile this with the step, for each original shape of a batch
             return call(self._engine.batch(args[0]), *args[1:], **kwargs)
         return self._engine.batch(call(*args, **kwargs))
 
 
 class LoaderLayer(Layer):
-    """Gives the loader of a training to the techniques, once the Trainer has prepared it."""
+    """Passes the training loader to the techniques, after the Trainer has prepared it."""
 
     name = "techniques"
 

@@ -1,4 +1,4 @@
-"""What the plugins for a Trainer have in common: a run under way, the contexts of its steps, and its end."""
+"""Common base of the plugins for a Trainer: the current run, the contexts of its steps, and its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_accel.lightning.run import Run
 
 
 class TrainerPlugin(PluginBase, Precision):
-    """A plugin whose steps pass the techniques of a run, within its own autocast. It is mixed in before that."""
+    """A plugin that runs steps through a run's techniques, within its own autocast. Goes before that base class."""
 
     _run: Run | None = None
     _added_logger: AddedLogger | None = None
@@ -39,12 +39,12 @@ class TrainerPlugin(PluginBase, Precision):
         forward = self.forward_context()
         if self._run is None:
             return forward
-        # The validation that checks sanity before a fit must not decide for training.
+        # The sanity check before a fit must not decide for training.
         step = self._run.engine.step(stage, may_try=stage == "train" or not self._run.is_fitting)
         return step if isinstance(forward, nullcontext) else nested(forward, step)
 
     def _interrupt(self) -> None:
-        """Tells all who time steps that what comes next is none of training."""
+        """Tells all timers of steps that the next work is not training."""
         if self._run is not None:
             self._run.interrupt()
         if self._added_logger is not None:

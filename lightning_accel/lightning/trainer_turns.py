@@ -1,4 +1,4 @@
-"""Turns of live trials in a Trainer's fit: who tells of its fetches, steps and checkpoints."""
+"""Turns of live trials in a Trainer's fit, with the layers that observe fetches, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.step.layers import Call, Layer
 from lightning_accel.tuning.trials import LiveTrials
 
-_REPEATS = 3  # of a turn that does not count
+_REPEATS = 3  # repetitions of a turn that does not count
 
 
 class TrainerTurns(Turns[LiveTrials]):
-    """Tells itself of what a Trainer does.
+    """Turns that follow the events of a Trainer.
 
-    A turn begins where the next batch is asked for, once an optimizer has stepped: arms are switched there, and the
-    batch comes to the device in the layout that its step wants. What comes after a turn's last step, an epoch's end or
-    a validation, belongs to no turn.
+    A turn begins with the request for the next batch after an optimizer step. Arms are switched there, so that the
+    batch comes to the device in the layout that its step needs. What follows a turn's last step, an epoch's end or a
+    validation, belongs to no turn.
 
     Attributes:
-        expects_batch: Whether the next batch is one to train on; a fit validates, too.
+        expects_batch: Whether the next batch is a training batch; a fit validates, too.
     """
 
     def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
         super().__init__(timeline_of(trainer))
         self.expects_batch = self._was_skipped = False
         self._trainer, self._make_trials = trainer, make_trials
-        self._steps = 0  # of the optimizer, when the turn under way began
+        self._steps = 0  # optimizer steps when the current turn began
 
     def patches(self) -> Iterator[Patch]:
-        """The layers that tell of each fetch, of the end of each step, and of checkpoints within a step."""
+        """Yields the layers that report each fetch, the end of each step, and checkpoints within a step."""
         yield FetchPatch(self._trainer, self._fetch_begins, self._fetch_ends)
         yield _StepEnds(self._trainer, self)
 
     def batch(self, batch: Any) -> None:
-        """Tells which batch the turn under way is about to train on."""
+        """Handles a batch before the step that trains on it."""
         self.expects_batch = False
         trainer = self._trainer
         if self.are_taken:
@@ -51,7 +51,7 @@ class TrainerTurns(Turns[LiveTrials]):
             self._turn.is_interrupted |= self._was_skipped
             self._was_skipped = False
         elif self.trials is None and (trials := self._make_trials(batch)) is not None:
-            # They begin once the optimizer has stepped next. Ranks may not agree on what counts.
+            # Trials begin after the next optimizer step. Ranks may disagree on which turns count.
             self.start(trials, repeats=_REPEATS * (trainer.world_size == 1))
             self._steps = trainer.global_step
 
@@ -59,7 +59,7 @@ class TrainerTurns(Turns[LiveTrials]):
         if not self.are_taken:
             return
         if self._timeline.labels.pop(self, None) is not None:
-            # `on_train_batch_start` has skipped the step and the rest of the epoch, which the next one's time may have.
+            # `on_train_batch_start` has skipped the step and the rest of the epoch, which the next turn may contain.
             self._turn.is_interrupted = self._was_skipped = True
             self._turn.untimed -= 1
         if self._trainer.global_step != self._steps:
@@ -71,7 +71,7 @@ class TrainerTurns(Turns[LiveTrials]):
 
 
 class _StepEnds(Layer):
-    """Ends the steps of turns with ``on_train_batch_end``, and leaves the time of checkpoints out of them."""
+    """Ends the steps of turns with ``on_train_batch_end``, and excludes the time of checkpoints."""
 
     name = "timeline"
 

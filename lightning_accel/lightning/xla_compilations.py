@@ -1,4 +1,4 @@
-"""What XLA compiles in a run, step by step, and for what: each shape of a batch is a program of its own."""
+"""XLA's compilations in a run, by step and reason: each shape of a batch is a separate program."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_accel.lightning.packages import Strategy
 from lightning_accel.step.layers import Call, Layer
 
 NAME = "xla"
-"""Its record in the report."""
+"""The name of the record in the report."""
 
 _STAGES = {"training_step": "train", "validation_step": "validate", "test_step": "test", "predict_step": "predict"}
-_FIRST_STEPS = 2  # the first makes what the second finds: states of optimizers, sums of metrics
+_FIRST_STEPS = 2  # the first step makes states that the second one uses: of optimizers, of metrics
 _MANY_SHAPES = 4
 _SHOWN = 12
 
@@ -29,7 +29,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class _Met:
-    """What there was with batches of one shape."""
+    """The steps and compilations for batches of one shape."""
 
     steps: int = 0
     programs: int = 0
@@ -47,10 +47,10 @@ class _Counts:
 
 
 class Compilations(Layer):
-    """Counts the programs that XLA compiles for each shape of a batch, and has XLA run each step once it is recorded.
+    """Counts the programs that XLA compiles for each batch shape, and makes XLA run each recorded training step.
 
-    XLA compiles a program when a step first runs with operations or shapes that no step had before. What was compiled
-    since a step began belongs to that step. Nothing is read from the device.
+    XLA compiles a program when a step first runs with operations or shapes that no step had before. Programs compiled
+    since a step began belong to that step. Nothing is read from the device.
 
     Attributes:
         is_recording: Whether a training step was recorded since the latest end of one.
@@ -74,7 +74,7 @@ class Compilations(Layer):
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         if stage == "training_step":
-            if self.is_recording:  # gradients are being accumulated: without an end, all these steps are one program
+            if self.is_recording:  # while gradients accumulate, steps without an end would become one program
                 xla.end_step()
             self.is_recording = True
         self._settle()
@@ -85,7 +85,7 @@ class Compilations(Layer):
         return call(*args, **kwargs)
 
     def close(self) -> None:
-        """Takes account of the last step."""
+        """Counts the programs of the last step."""
         self._settle()
         self._under_way = None
         self._tell()
@@ -158,7 +158,7 @@ def _shapes(batch: Any) -> Shapes:
 
 
 def _in_words(*shapes: Shapes) -> str:
-    """``"(8, 17) and (8,)"``, each shape once; of several batches, the first three."""
+    """Formats shapes: ``"(8, 17) and (8,)"``, each shape once; of several batches, the first three."""
     texts = [" and ".join(dict.fromkeys(map(str, one))) or "no tensors" for one in sorted(shapes)]
     return "; ".join(texts[:3]) + (f"; … {len(texts) - 3} more" if len(texts) > 3 else "")
 

@@ -1,4 +1,4 @@
-"""`AccelXLAPlugin`: for Lightning's strategies for XLA, which take an :class:`XLAPrecision` and nothing else."""
+"""`AccelXLAPlugin`, for Lightning's XLA strategies, which accept no plugin but an :class:`XLAPrecision`."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ _NO_ANSWERS = (
 
 
 class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
-    """What there is to gain under XLA: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
+    """Makes runs under XLA faster: ``Trainer(accelerator="tpu", plugins=[AccelXLAPlugin()])``.
 
-    It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does; what XLA does itself, and what
-    cannot be had there, the report says. ``"bf16-mixed"`` is autocast to bfloat16. Optimizers take torch_xla's steps
-    where it has some, batches of text are padded before their transfer, steps without an optimizer step (accumulation
-    of gradients, validation, predictions) end where they end and are not put together, programs are kept for later runs
-    where the device can read them, and what is compiled is counted beside the shapes of the batches. Checkpoints are
-    those of a plain Trainer.
+    It takes the settings of a :class:`~lightning_accel.Plan`, as ``AccelPlugin`` does. The report says what XLA does
+    itself and what is unavailable there. ``"bf16-mixed"`` is autocast to bfloat16. Optimizers use torch_xla's steps
+    where these exist, and batches of text are padded before their transfer. Steps without an optimizer step
+    (accumulation of gradients, validation, predictions) are executed one by one. Programs are kept for later runs if
+    the device can read them, and compilations are counted by batch shape. Checkpoints are those of a plain Trainer.
 
     Attributes:
         plan: The settings.
-        precision: What the precision came to on the run's device; ``"32-true"`` until that is known.
+        precision: The precision on the run's device; ``"32-true"`` until it is known.
 
     Raises:
         ModuleNotFoundError: torch_xla cannot be used.
-        ValueError: A value is not among those allowed, ``precision="16-mixed"`` among them.
+        ValueError: A value is not allowed, such as ``precision="16-mixed"``.
     """
 
     @override
@@ -80,7 +79,7 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
         precision, reason = resolve_precision(self.plan.of("precision"), host)
         self.set_precision(precision)
         kept = xla.keep_programs(xla_folder())
-        # Neither can be had; what was asked for by name is said aloud, below.
+        # XLA supports neither; below, a warning follows if the user asked for one by name.
         on_oom = self.plan.on_oom
         trust = "checked" if self.plan.trust == "measured" else self.plan.trust
         plan = self.plan.replace(trust=trust, memory=without_answers(self.plan.memory))
@@ -122,7 +121,7 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
     ) -> Any:
         result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if self._compilations is not None:
-            self._compilations.is_recording = False  # XLAPrecision has ended it
+            self._compilations.is_recording = False  # XLAPrecision has ended the step
         return result
 
     @override
@@ -148,7 +147,7 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
 
 @contextmanager
 def _ended(step: AbstractContextManager[None]) -> Iterator[None]:
-    """A step that XLA runs when it is over, and not with all others once somebody reads a value."""
+    """Wraps a step so that XLA executes it at its end, and not with later steps once a value is read."""
     with step:
         yield
     xla.end_step()

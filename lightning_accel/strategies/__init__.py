@@ -6,7 +6,7 @@ from importlib import import_module
 
 
 def __getattr__(name: str) -> object:
-    # For YAML that names them here. Imported when first used: torch takes long to import what shards.
+    # For YAML files that name them here. Imported on first use: torch's sharding modules are slow to import.
     if not name.startswith("Accel"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("lightning_accel"), name)

@@ -1,4 +1,4 @@
-"""What the strategies ``accel``, ``accel_ddp`` and ``accel_fsdp`` have in common."""
+"""The common base of the strategies ``accel``, ``accel_ddp`` and ``accel_fsdp``."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _PRECISIONS = get_args(PrecisionSetting)
 
 
 class Accelerated(Strategy):
-    """Mixed into a strategy of Lightning's, before it.
+    """A mixin that precedes a Lightning strategy among the bases.
 
-    It brings an ``AccelPlugin()`` when no precision plugin was given, feeds the loops through a
-    :class:`~lightning_accel.data.DevicePipeline`, writes checkpoints that are whole or not there, synchronises batch
-    norms on CPUs too, acts on SLURM's signals between two steps, and names the process that died when a run breaks off.
+    It adds an ``AccelPlugin()`` if no precision plugin was given, feeds the loops through a
+    :class:`~lightning_accel.data.DevicePipeline`, replaces checkpoints atomically, synchronises batch norms on CPUs
+    too, handles SLURM's signals between two steps, and names the dead process when a run breaks off.
     """
 
-    wants_pipeline = True  # what lightning_accel.lightning.batch_transfer asks
-    # What to say beside errors of torch's, by a part of their text.
+    wants_pipeline = True  # read by lightning_accel.lightning.batch_transfer
+    # Explanations that are added to torch's errors, by a part of their text.
     explanations: ClassVar[Mapping[str, str]] = {
         "Cannot copy out of meta tensor": "The module was made on the meta device: accel_fsdp gives it memory and"
         " values, the other strategies take one that has them."
     }
 
-    timeout: timedelta | None = None  # of what the ranks do together; None: torch's default
+    timeout: timedelta | None = None  # of collective calls; torch's default if None
     _given_io: CheckpointIO | None = None
     _roster: Roster | None = None
     _deferred: DeferredSignals | None = None
@@ -65,8 +65,8 @@ class Accelerated(Strategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        # The first thing that a Trainer does with its strategy. A program with both packages may have made it before,
-        # for either; the Trainer keeps the very object, and Python finds methods by its class alone.
+        # A Trainer sets this first. In a program with both packages, the strategy may have been made for either one.
+        # The Trainer keeps the same object, and Python finds methods by its class alone.
         self.__class__ = in_order_of(package_of(accelerator) or in_use(), type(self))
         cast(Any, own(self, Strategy).accelerator).fset(self, accelerator)
 
@@ -91,12 +91,12 @@ class Accelerated(Strategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._given_io = io
-        if getattr(io, "checkpoint_io", io) is None:  # it wraps one, that of the strategy where it was given none
+        if getattr(io, "checkpoint_io", io) is None:  # a wrapper without an inner one uses the strategy's
             cast(Any, io).checkpoint_io = AtomicCheckpointIO()
 
     @property
     def module(self) -> LightningModule:
-        """The run's."""
+        """Returns the module of the run."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -108,7 +108,7 @@ class Accelerated(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Others may be there that have no part in this run: a Trainer on one device, after one on many.
+        # The process group may have ranks without a part in this run, as for a Trainer on one device after one on many.
         self._roster = Roster.gather() if getattr(self, "world_size", 1) > 1 else None
         if type(layer_sync(self)) in classes(TorchSyncBatchNorm):
             replace_layer_sync(self, AnyDeviceSyncBatchNorm())
@@ -121,7 +121,7 @@ class Accelerated(Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        # Lightning registers its handlers after the setup.
+        # Lightning has registered its handlers only now, after the setup.
         self._deferred = defer_signals(self.module.trainer, self.timeout)
 
     @override
@@ -151,7 +151,7 @@ class Accelerated(Strategy):
 
 
 def _accelerating(plugin: Precision, strategy: str) -> Precision:
-    """``plugin``, or the AccelPlugin that does what the Trainer's ``precision=`` asks for, if it was made from that."""
+    """Returns ``plugin``, or an AccelPlugin for the Trainer's ``precision=`` if ``plugin`` was made from that."""
     if isinstance(plugin, AccelPlugin):
         return plugin
     asked = _precision_of_trainer()
@@ -170,10 +170,10 @@ def _accelerating(plugin: Precision, strategy: str) -> Precision:
 
 
 def _precision_of_trainer() -> Any:
-    """The ``precision=`` of the Trainer that is being made; None: none was given, or no Trainer is being made.
+    """Returns the ``precision=`` of the Trainer under construction. None if none was given or no Trainer is being made.
 
-    By a look into its frame. A strategy is handed the plugin that Lightning made of it, where ``"32-true"`` and nothing
-    look alike: one is a wish, the other leaves the choice to us. Lightning keeps no trace of it; a test looks.
+    It reads the Trainer's frame. A strategy gets the plugin that Lightning made, which is the same for a requested
+    ``"32-true"`` as for no request, which leaves the choice to us. Lightning stores neither; a test checks this.
     """
     of_trainer = [inspect.unwrap(kind.__init__).__code__ for kind in classes(Trainer)]
     frame = sys._getframe(1)
@@ -183,10 +183,10 @@ def _precision_of_trainer() -> Any:
 
 
 def _check_samples(dataloader: object) -> None:
-    """Raises a ``ValueError`` for a loader whose samples do not go round."""
+    """Raises a ``ValueError`` if a loader has fewer samples than processes."""
     if not isinstance(dataloader, DataLoader):
         return
-    batches = dataloader.batch_sampler  # Lightning's own, for predictions, gives some processes none on purpose
+    batches = dataloader.batch_sampler  # Lightning's own one for predictions may leave processes without samples
     sampler = batches.sampler if isinstance(batches, BatchSampler) else dataloader.sampler
     if not isinstance(sampler, DistributedSampler):
         return

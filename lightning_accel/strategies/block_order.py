@@ -1,4 +1,4 @@
-"""Notices ranks that run different blocks: under FSDP what they gather then meets what the others gather."""
+"""Detects ranks that run different blocks, whose gathers under FSDP would be mixed up."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_accel.core.ranks import gather
 
-_ALWAYS, _THEN_EVERY = 20, 100  # steps: each of the first, then now and then
+_ALWAYS, _THEN_EVERY = 20, 100  # steps: each of the first 20, then every 100th
 
 
 class BlockOrder:
-    """The order in which the sharded blocks of a module are called in a step, compared between the ranks.
+    """Compares between the ranks the order in which a step calls the sharded blocks of a module.
 
-    FSDP gathers a block in a collective call. Where one rank calls another block of the same size instead (dropped
-    layers, experts chosen by the data), neither of them fails: each computes with what the other's block holds.
+    FSDP gathers a block in a collective call. If one rank calls another block of the same size instead (dropped layers,
+    experts chosen by the data), neither call fails: each rank computes with the weights of the other's block.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,17 +32,17 @@ class BlockOrder:
         ]
 
     def _note(self, block: str, *_: Any) -> None:
-        if torch.is_grad_enabled():  # an evaluation has no steps that would clear it away
+        if torch.is_grad_enabled():  # an evaluation has no steps that would clear the list
             self._called.append(block)
 
     def begin_step(self) -> None:
         self._called.clear()
 
     def check(self) -> None:
-        """To be called after the backward pass of every step: in some of them a collective call.
+        """Compares the order after the backward pass of every step. A collective call in some steps.
 
         Raises:
-            RuntimeError: The ranks have called different blocks, or in another order; on every rank alike.
+            RuntimeError: The ranks have called different blocks, or in another order. Raised on every rank.
         """
         self._steps += 1
         if not self._handles or (self._steps > _ALWAYS and self._steps % _THEN_EVERY):

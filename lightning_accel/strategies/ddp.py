@@ -1,4 +1,4 @@
-"""The strategy ``accel_ddp``: a copy of the model in every process, gradients averaged as they come."""
+"""The strategy ``accel_ddp``: a copy of the model in every process, with gradients averaged during backward."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _HOOKS: dict[str, Callable[..., Any]] = {"bf16": bf16_compress_hook, "fp16": fp1
 
 
 class AccelDDPStrategy(Accelerated, DDPStrategy):
-    """``DistributedDataParallel``, set up by what the first step shows: ``Trainer(strategy="accel_ddp")``.
+    """``DistributedDataParallel``, configured from the first step: ``Trainer(strategy="accel_ddp")``.
 
-    The gradients of the first optimizer step are averaged at the end of its backward pass, which any model allows. If
-    every parameter got one on every rank, then and in the next pass, the model is wrapped as a static graph (its
-    buckets are reduced while the backward pass runs, and nothing is searched for); otherwise unused parameters are
-    looked for in every step. A model that uses all its parameters in these steps and not in a later one needs
-    ``find_unused_parameters=True``, and is told so in that step. With manual optimization they are always looked for.
-    When parameters are frozen or unfrozen, the next step is a first step again.
+    The gradients of the first optimizer step are averaged at the end of its backward pass, which works for any model.
+    If every parameter got a gradient on every rank, then and in the next pass, the model is wrapped as a static graph:
+    its buckets are reduced during the backward pass, without a search. Otherwise each step searches for unused
+    parameters. A model that uses all parameters in these steps but not in a later one needs
+    ``find_unused_parameters=True``, and an error in that step says so. With manual optimization, each step searches.
+    When parameters are frozen or unfrozen, the next step counts as a first step again.
 
     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
     https://arxiv.org/abs/2006.15704.
 
     Args:
-        find_unused_parameters: Whether to look for them; None: as the first step shows.
-        static_graph: Whether each step uses the same parameters in the same way; None: as the first step shows.
-        gradient_compression: Gradients travel in this dtype, half as many bytes as float32; None: in their own.
-        settings: Of :class:`~lightning.pytorch.strategies.DDPStrategy`. ``gradient_as_bucket_view`` is True unless
-            given: gradients are then views of DDP's buckets, where a copy would take their size once more.
+        find_unused_parameters: Whether to search for unused parameters. If None, the first step decides.
+        static_graph: Whether each step uses the same parameters in the same way. If None, the first step decides.
+        gradient_compression: The dtype in which gradients are sent, half as many bytes as float32. If None, their own.
+        settings: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`. ``gradient_as_bucket_view`` defaults to
+            True: gradients are views of DDP's buckets, since copies would take their size once more.
 
     Raises:
         ValueError: ``gradient_compression`` is not among those allowed, or given beside a ``ddp_comm_hook``.
@@ -82,12 +82,12 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._static_graph = static_graph
         self._compression = gradient_compression
         self._parameters: list[nn.Parameter] = []
-        self._ignored: set[str] = set()  # names of parameters that are each rank's own
-        self._wrapped_for: list[bool] = []  # what is trained, and how, when the model was wrapped
+        self._ignored: set[str] = set()  # names of parameters that DDP does not synchronise
+        self._wrapped_for: list[bool] = []  # the result of `_trained` when the model was wrapped
         self._is_observing = False
         self._is_accumulating = False
         self._is_first_static_pass = False
-        self._is_static: bool | None = None  # what the observed step showed, until the model is wrapped for it
+        self._is_static: bool | None = None  # the result of the observed step, until the model is wrapped for it
 
     @override
     def configure_ddp(self) -> None:
@@ -103,9 +103,9 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         self._is_static = None
         self._parameters = list(module.parameters())
         self._wrapped_for = self._trained()
-        # Wrapped even when the first step goes without: that checks that the ranks have the same parameters, and gives
-        # them the values of rank 0. What is given holds; what is not follows from it, and with manual optimization from
-        # what always works.
+        # Wrapped even if the first step runs without the wrapper: wrapping checks that the ranks have the same
+        # parameters, and copies the values of rank 0. Given settings hold. Others follow from these, or, with manual
+        # optimization, are those that always work.
         always_find = find is None and not static and not is_automatic
         self._wrap(find=bool(find) or always_find, static=bool(static), init_sync=self._syncs_first)
         if self._is_observing:
@@ -140,8 +140,8 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         self._is_accumulating = True
         try:
-            # The first pass of a static graph must be reduced: torch records it there, and fails otherwise. What is
-            # averaged once more with the others' gradients stays what it is.
+            # The first pass of a static graph must be reduced, since torch records it there and otherwise fails. A
+            # second average of the same gradients does not change them.
             with nullcontext() if self._is_first_static_pass else super().block_backward_sync():
                 yield
         finally:
@@ -151,7 +151,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._is_observing and not self._is_accumulating and closure_loss.requires_grad:
-            # As DDP's own: hooks after the backward pass, which clip gradients say, must see the average.
+            # As in DDP, hooks after the backward pass, such as gradient clipping, must see the average.
             closure_loss.register_hook(lambda _: call_after_backward(self._average))  # type: ignore[no-untyped-call]
 
     @override
@@ -159,10 +159,10 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
         super().post_backward(closure_loss)
         is_recorded, self._is_first_static_pass = self._is_first_static_pass, False
         if self._is_observing and not self._is_accumulating:
-            if self._is_static is None:  # a backward of the user's own began elsewhere
+            if self._is_static is None:  # the user's own backward call started from another tensor
                 self._average()
         elif is_recorded and self._static_graph is None:
-            # Torch has recorded what this pass used, and would fail where a later one uses more.
+            # Torch has recorded the parameters that this pass used, and would fail if a later pass uses more.
             if not _all_have(_ranks_with_gradients(self._reduced_parameters())):
                 self._is_static = False
         elif self.module.automatic_optimization and not self._is_accumulating:
@@ -181,7 +181,7 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
             if is_static
             else "accel_ddp: not every parameter got a gradient on every rank: unused ones are looked for in each step"
         )
-        # The ranks have trained together: they hold the same.
+        # The ranks have trained together, so their parameters are the same.
         self._wrap(find=not is_static, static=is_static, init_sync=False)
 
     def _reduced_parameters(self) -> list[nn.Parameter]:
@@ -199,12 +199,12 @@ class AccelDDPStrategy(Accelerated, DDPStrategy):
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> bool:
-    """Averages gradients over the ranks, and says whether every parameter had one on every rank. A collective call.
+    """Averages gradients over the ranks; returns whether every parameter had one on every rank. A collective call.
 
-    The parameters are the same on every rank, in the same order. A gradient that only others have counts as zero here.
+    The parameters and their order are the same on every rank. A gradient that only other ranks have counts as zero.
 
     Raises:
-        ValueError: A gradient is sparse on some ranks only; on every rank alike.
+        ValueError: A gradient is sparse on some ranks only. Raised on every rank.
     """
     world_size = torch.distributed.get_world_size()
     users = _ranks_with_gradients(parameters)
@@ -231,7 +231,7 @@ def _all_have(users: Sequence[tuple[int, int]]) -> bool:
 
 
 def _ranks_with_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Of each parameter, how many ranks have a gradient, and how many a sparse one. A collective call."""
+    """Counts for each parameter the ranks with a gradient and those with a sparse one. A collective call."""
     if not parameters:
         return []
     own = [(p.grad is not None, p.grad is not None and p.grad.is_sparse) for p in parameters]

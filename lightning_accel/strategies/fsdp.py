@@ -43,24 +43,24 @@ _NO_SHARDED_FORM = (
 
 
 class AccelFSDPStrategy(ShardedCheckpoints):
-    """FSDP2 on a module as it is: ``Trainer(strategy="accel_fsdp")``.
+    """FSDP2 for an unchanged module: ``Trainer(strategy="accel_fsdp")``.
 
     The repeated blocks are sharded one by one, then the rest, after AccelPlugin's edits (checkpointing, compilation)
-    and before the optimizers are made. In the mixed precisions parameters are gathered in bfloat16 or float16 and
-    gradients reduced in float32. A module whose ``configure_model`` has sharded it itself is left as it is.
+    and before the optimizers are made. In mixed precision, parameters are gathered in bfloat16 or float16 and gradients
+    reduced in float32. A module that shards itself in ``configure_model`` is left unchanged.
 
-    The module stays sharded after the run, as it may fit no single device; its whole weights are in the checkpoints,
-    which are those of a plain Trainer.
+    The module stays sharded after the run, as it may fit no single device. Checkpoints contain its whole weights and
+    are those of a plain Trainer.
 
     Args:
-        blocks: What is sharded one by one: class names or module paths; empty: the repeated blocks.
+        blocks: Class names or module paths of the blocks that are sharded one by one; if empty, the repeated blocks.
         save_distributed_checkpoint: Whether a checkpoint is a folder to which every rank writes its shards (see
             :mod:`torch.distributed.checkpoint`), in place of one whole file that rank 0 writes. Both can be resumed on
             another number of processes.
-        data_parallel_size: Processes to shard over; ``"auto"``: all.
+        data_parallel_size: The number of processes to shard over; ``"auto"``: all.
         tensor_parallel_size: As in Lightning's strategy, for modules that parallelise themselves in
-            ``configure_model``; others take 1.
-        settings: Of :class:`~lightning.pytorch.strategies.ModelParallelStrategy`: ``timeout``,
+            ``configure_model``; 1 for others.
+        settings: Those of :class:`~lightning.pytorch.strategies.ModelParallelStrategy`: ``timeout``,
             ``process_group_backend``.
     """
 
@@ -99,7 +99,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
         self._blocks = tuple(blocks)
         self._saves_shards = save_distributed_checkpoint
         self._sizes = data_parallel_size, tensor_parallel_size
-        self._shards_itself = False  # the module does, in its configure_model
+        self._shards_itself = False  # whether the module shards itself in configure_model
         self._steps_through_root = False
         self._scalars: ReplicatedScalars | None = None
         self._order: BlockOrder | None = None
@@ -126,13 +126,13 @@ class AccelFSDPStrategy(ShardedCheckpoints):
             sync = layer_sync(self)
             if sync is not None and not is_sharded(module):
                 sync.apply(module)
-            own(self, Strategy).setup(self, trainer)  # Lightning's own one wants a configure_model
+            own(self, Strategy).setup(self, trainer)  # ModelParallelStrategy.setup requires a configure_model
         self._steps_through_root = isinstance(module, FSDPModule) and module.automatic_optimization
         self._order = BlockOrder(module)
 
     @override
     def model_to_device(self) -> None:
-        # AccelPlugin has made its edits, and optimizers are still to be made.
+        # By now AccelPlugin has made its edits. The optimizers are made later.
         if not self._shards_itself:
             if is_sharded(self.module):
                 self._check_earlier()
@@ -156,7 +156,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
             )
 
     def _check_earlier(self) -> None:
-        """An earlier run has sharded the module, and the dtype in which it is gathered stays."""
+        """Raises an error if an earlier run sharded the module for another dtype, which is fixed."""
         self.sharding = shardings.get(self.module)
         gathered = self.sharding and self.sharding.dtype
         if gathered is not None and gathered != self._dtype:
@@ -222,7 +222,7 @@ class AccelFSDPStrategy(ShardedCheckpoints):
             return self._step(self.module.predict_step, args, kwargs)
 
     def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A step, as if it were the module's forward where that has FSDP gather what the module itself holds."""
+        """Runs a step as the module's forward if that makes FSDP gather the module's own parameters."""
         if not self._steps_through_root:
             return step(*args, **kwargs)
 

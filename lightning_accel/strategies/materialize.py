@@ -1,4 +1,4 @@
-"""Gives modules that were made on the meta device their memory and their first values, part by part."""
+"""Allocates and initialises modules that were made on the meta device, part by part."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from lightning_accel.core.torch_private.modules import reset_method
 from lightning_accel.core.torch_private.other_libraries import init_weights_method
 
-_UNTOUCHED = 0xA5  # in every byte of memory that nothing has been written to
+_UNTOUCHED = 0xA5  # every byte of allocated memory before initialisation
 
 
 def materialize(
     root: nn.Module, modules: Sequence[nn.Module], device: torch.device, *, may_be_empty: bool = False
 ) -> None:
-    """Makes the meta parameters and buffers of ``modules`` real, not those of their children, and initialises them.
+    """Allocates and initialises the own meta parameters and buffers of ``modules``, not those of their children.
 
-    A module is initialised by its ``reset_parameters()``, as torch's own layers have it, and then by the
-    ``_init_weights(module)`` of every module around it that has one, as models in the style of Hugging Face's do: these
-    are called with modules that only hold others, too. Tied weights stay tied, with the values of their first owner.
-    What a checkpoint holds ``may_be_empty``: it may be left without values.
+    A module is initialised by its ``reset_parameters()``, as torch's own layers are. Then every module that contains it
+    and has an ``_init_weights(module)``, in the style of Hugging Face, is asked to initialise it, also if it is only a
+    container. Tied weights stay tied, with the values of their first owner. With ``may_be_empty``, tensors that a
+    checkpoint contains may stay without values.
 
     Raises:
         ValueError: Neither way gave a parameter or buffer its values.
@@ -32,8 +32,8 @@ def materialize(
     paths = {module: path for path, module in root.named_modules()}
     owners = _allocate(meta, device)
     made = set(meta)
-    for module in reversed(modules):  # a module's own values after those of its children, as when they are constructed
-        # What holds others may have values for them; not where some of them are real, or shards, already.
+    for module in reversed(modules):  # children before their module, as in construction
+        # A container may initialise its parts, but not if some of these are real, or shards, already.
         if not all(part in made or not any(own_tensors(part)) for part in module.modules()):
             continue
         tied = [tensor for _, tensor in own_tensors(module) if owners.get(tensor, module) is not module]
@@ -62,13 +62,13 @@ def materialize(
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that ``module`` holds itself, not those of its children."""
+    """Yields the parameters and buffers that ``module`` holds itself, not those of its children."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _allocate(modules: Sequence[nn.Module], device: torch.device) -> dict[Tensor, nn.Module]:
-    """Gives the meta tensors memory; returns the first owner of each."""
+    """Allocates the meta tensors; returns the first owner of each."""
     owners: dict[Tensor, nn.Module] = {}
     made: dict[Tensor, Tensor] = {}
     for module in modules:
@@ -97,7 +97,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The module at ``path``, the one that holds it, and so on up to ``root``."""
+    """Yields the module at ``path``, then each module that contains it, up to ``root``."""
     names = path.split(".") if path else []
     for depth in range(len(names), -1, -1):
         yield root.get_submodule(".".join(names[:depth]))

@@ -1,4 +1,4 @@
-"""Scalar parameters of a sharded module: whole on every rank, as FSDP shards along a dimension and these have none."""
+"""Scalar parameters of a sharded module: replicated, as FSDP shards along a dimension and scalars have none."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 class ReplicatedScalars:
-    """The scalar parameters of a module, which its code sees as they are and its optimizers as DTensors.
+    """The scalar parameters of a module: plain for the module's code, DTensors for its optimizers.
 
-    An optimizer, a gradient scaler and the clipping of gradients take parameters of one kind, DTensors where all others
-    are. The two share their memory, so that a step of the optimizer is seen by the code. As under DDP, a backward pass
-    that only some of the ranks take leaves these waiting. The mesh is one-dimensional.
+    An optimizer, a gradient scaler and the clipping of gradients need parameters of one kind, DTensors if all others
+    are. Both forms share their memory, so that the code sees each optimizer step. As under DDP, a backward pass on only
+    some of the ranks makes these wait. The mesh is one-dimensional.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -31,7 +31,7 @@ class ReplicatedScalars:
 
     @contextmanager
     def for_optimizers(self) -> Iterator[None]:
-        """Inside, the module has the DTensors as its parameters."""
+        """Replaces the module's scalar parameters by the DTensors within the context."""
         for part, name, parameter in self._slots:
             setattr(part, name, self._replicated[parameter])
         try:
@@ -41,15 +41,15 @@ class ReplicatedScalars:
                 setattr(part, name, parameter)
 
     def before_backward(self) -> None:
-        """To be called before each backward pass: forgets gradients that the optimizer has forgotten."""
+        """Clears gradients that the optimizer has cleared. Call it before each backward pass."""
         for plain, replicated in self._replicated.items():
             if replicated.grad is None:
                 plain.grad = None
 
     def after_backward(self) -> None:
-        """To be called after each backward pass: averages the gradients over the ranks. A collective call.
+        """Averages the gradients over the ranks. A collective call, to be made after each backward pass.
 
-        What was averaged after an earlier pass of an accumulation stays what it is, being the same on every rank.
+        The average of an earlier pass of an accumulation does not change, since it is the same on every rank.
         """
         if not self._replicated:
             return
@@ -63,7 +63,7 @@ class ReplicatedScalars:
             parameters = self._replicated.items()
             for (plain, replicated), gradient, total, users in zip(parameters, gradients, *sums, strict=True):
                 if gradient is None and not users:
-                    plain.grad = None  # as it is without a group of ranks
+                    plain.grad = None  # as in a single process
                     continue
                 plain.grad = (total / self._mesh.size()).to(plain.dtype)
                 replicated.grad = self._spread(plain.grad)

@@ -1,4 +1,4 @@
-"""The checkpoints of a sharded module: whole files as a plain Trainer writes and reads them, or folders of shards."""
+"""Checkpoints of a sharded module: whole files like a plain Trainer's, or folders of shards."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_accel.strategies.accelerated import Accelerated
 
 
 class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
-    """A strategy whose module is sharded, as far as its checkpoints go.
+    """The checkpointing of a strategy with a sharded module.
 
-    Lightning's own writes whole files too, but reads the states of optimizers that do not hold all parameters in the
-    model's order into others.
+    Lightning's own strategy writes whole files too, but assigns wrong states when it loads an optimizer that does not
+    hold all parameters in the model's order.
     """
 
-    _saves_shards = False  # a folder of them
+    _saves_shards = False  # whether a checkpoint is a folder of shards
     _loads_whole_checkpoint = True
 
     @property
@@ -40,7 +40,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
             return super().lightning_module_state_dict()
         state: dict[str, Any] = self.module.state_dict()
         parameters = {name: id(parameter) for name, parameter in self.module.named_parameters(remove_duplicate=False)}
-        wholes: dict[int, Any] = {}  # tied weights share their memory in the checkpoint too
+        wholes: dict[int, Any] = {}  # tied weights share memory in the checkpoint too
         for name, value in state.items():
             identity = parameters.get(name, id(value))
             if identity not in wholes:
@@ -61,7 +61,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if not self._saves_shards:
-            # Callbacks may hold sharded tensors too, averages of the weights say.
+            # Callbacks may hold sharded tensors too, such as averages of the weights.
             checkpoint = gathered(checkpoint, keep=self.is_global_zero)
             own(self, Strategy).save_checkpoint(self, checkpoint, filepath, storage_options)
             return
@@ -77,7 +77,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
         self._on_rank_0(lambda: commit(folder, target))
 
     def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns on rank 0, or raises there, on every rank."""
+        """Calls ``work`` on rank 0 only; returns its result, or raises its error, on every rank."""
         result: Any = None
         if self.is_global_zero:
             try:
@@ -100,7 +100,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
                 reason, _ = next(iter(error.failures.values()))
                 raise RuntimeError(f"The checkpoint {path} is of another model: {reason}") from None
         if path.is_file() and type(self.checkpoint_io) is AtomicCheckpointIO:
-            # Mapped, not read: each rank takes its shards out of the file, and the ranks of a host share its pages.
+            # The file is memory-mapped: each rank reads its shards only, and the ranks of a host share its pages.
             loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return loaded
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -122,7 +122,7 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            # The groups hold as many parameters, in the same order, as those of the one that was saved.
+            # The groups have as many parameters, in the same order, as in the saved optimizer.
             places = [place for group in state["param_groups"] for place in group["params"]]
             parameters = dict(
                 zip(places, (p for group in optimizer.param_groups for p in group["params"]), strict=False)
@@ -135,9 +135,9 @@ class ShardedCheckpoints(Accelerated, ModelParallelStrategy):
 
 
 def gathered(data: Any, *, keep: bool) -> Any:
-    """``data``, of any structure, with every sharded tensor in it put together, on the CPU. A collective call.
+    """Returns ``data``, of any structure, with each sharded tensor as a whole one on the CPU. A collective call.
 
-    A rank that does not ``keep`` it only takes part: it has None in each tensor's place.
+    A rank without ``keep`` only takes part, and gets None for each sharded tensor.
     """
 
     def whole(tensor: DTensor) -> Tensor | None:
@@ -149,10 +149,10 @@ def gathered(data: Any, *, keep: bool) -> Any:
 
 
 def _as_sharded(value: Any, like: Any) -> Any:
-    """``value`` sharded as ``like`` is, where both have the same shape; else ``value``."""
+    """Returns ``value`` sharded like ``like`` if both have the same shape; else ``value`` itself."""
     if not (isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape):
         return value
     if isinstance(value, DTensor):
         return value
-    # Every rank has the whole of it: nothing has to be sent.
+    # Every rank has the whole tensor, so that nothing is sent.
     return distribute_tensor(value.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Shards a module over processes with FSDP2: the repeated blocks, each by itself, then the rest."""
+"""Shards a module over processes with FSDP2: each repeated block separately, then the rest."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LOW_ON_CPU = (nn.Linear, *CONVOLUTIONS, nn.Embedding, nn.EmbeddingBag, nn.Multi
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a module was sharded."""
+    """The way in which a module was sharded."""
 
     units: tuple[str, ...]  # the blocks that are gathered one at a time
     roots: tuple[str, ...]  # the modules that hold the rest: the module itself, or its parts
-    left: Mapping[str, str]  # block → why it is no unit of its own
-    dtype: torch.dtype | None  # what parameters are gathered in; None: their own
+    left: Mapping[str, str]  # block → the reason why it is not a unit
+    dtype: torch.dtype | None  # the dtype of gathered parameters; their own if None
 
 
 shardings: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
-"""How :func:`shard` has sharded modules, in this run or an earlier one."""
+"""The modules that :func:`shard` has sharded, in this run or an earlier one."""
 
 
 def shard(
@@ -43,25 +43,26 @@ def shard(
     dtype: torch.dtype | None = None,
     blocks: Sequence[str] = (),  # class names or module paths of the units; empty: the repeated blocks
     apart: bool = False,
-    may_be_empty: bool = False,  # whether a checkpoint is loaded afterwards, into what nothing initialises
+    may_be_empty: bool = False,  # whether a checkpoint is loaded later into tensors that nothing initialises
 ) -> Sharding:
-    """Shards parameters in place, from rank 0's values; gradients and optimizer states made of them are shards too.
+    """Shards parameters in place, from rank 0's values. Gradients and optimizer states made from them are shards too.
 
-    Each unit moves to the device, is made there first where it is on the meta device, gets the weights of rank 0 and is
-    sharded before the next does: a device never holds more than its shards and one unit. Scalar parameters stay whole:
+    Each unit is moved to the device (or allocated there if it is on the meta device), gets rank 0's weights and is
+    sharded before the next one: a device never holds more than its shards and one unit. Scalar parameters stay whole:
     see :mod:`lightning_accel.strategies.scalars`.
 
-    Parameters are gathered in ``dtype``, but for units with layers that want them in float32 under autocast; gradients
-    are reduced in float32, and kept and stepped in the parameters' own. Without it everything is in its own.
+    Parameters are gathered in ``dtype``, except in units with layers that need float32 parameters under autocast.
+    Gradients are then reduced in float32, and stored and stepped in the parameters' own dtype, which is used for all if
+    no ``dtype`` is given.
 
-    Where its parts are taken ``apart``, each is a root of its own, so that several backward passes may run within one
-    step. The module's own forward then gathers nothing.
+    With ``apart``, each part of the module is a root of its own, so that one step may have several backward passes. The
+    module's own forward then gathers nothing.
 
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023),
     https://arxiv.org/abs/2304.11277.
 
     Raises:
-        ValueError: There is nothing to shard, or something that cannot be.
+        ValueError: There is nothing to shard, or something that cannot be sharded.
     """
     _check(module, apart=apart)
     found, left = _separable(module, find_blocks(module, blocks))
@@ -73,13 +74,13 @@ def shard(
         managed.update(own)
         materialize(module, own, device, may_be_empty=may_be_empty)
         _take_from_rank_0(own, device, mesh)
-        if apart and unit is module:  # what is beside its parts: buffers
+        if apart and unit is module:  # only its own buffers are left
             break
-        # A root stays gathered between its forward and backward pass, unless its module steps several times within.
+        # A root stays gathered between its forward and backward pass, unless a step has several backward passes.
         reshard = True if apart or unit not in roots.values() else None
         _check_dtypes(module, own)
         policy = _policy(own, dtype, device)
-        # Looked for anew: what was on the meta device is another object now.
+        # Collected again, since materialised parameters are new objects.
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
     sharding = shardings[module] = Sharding(units=tuple(units), roots=tuple(roots), left=left, dtype=dtype)
@@ -87,12 +88,12 @@ def shard(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether any of its parameters is spread over processes."""
+    """Returns whether any parameter of a module is spread over processes."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _check(module: nn.Module, *, apart: bool) -> None:
-    """Raises a ``ValueError`` for what cannot be sharded, or only with a loss that nobody would notice."""
+    """Raises a ``ValueError`` for parameters that cannot be sharded, or only with a loss that stays unnoticed."""
     parameters = dict(module.named_parameters())
     kind = type(module).__name__
     if not parameters:
@@ -140,7 +141,7 @@ def _check_dtypes(module: nn.Module, parts: Sequence[nn.Module]) -> None:
 
 
 def _separable(module: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Of ``blocks``, those whose parameters are theirs alone; the others with the reason."""
+    """Returns the blocks that share no parameters with others, and the other blocks with reasons."""
     owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = next((site for site in blocks if name.startswith(f"{site}.")), "")
@@ -158,7 +159,7 @@ def _separable(module: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[st
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with parameters that are called themselves."""
+    """Yields the outermost modules that have parameters and are called themselves."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _parts(child, f"{prefix}{name}.")
@@ -173,24 +174,24 @@ def _take_from_rank_0(modules: Sequence[nn.Module], device: torch.device, mesh: 
         if isinstance(tensor, DTensor):
             continue
         moved = tensor.detach().to(device).contiguous()
-        # As bytes: gloo does not know complex numbers, nor every small float.
+        # Sent as bytes: gloo supports neither complex numbers nor every small float.
         torch.distributed.broadcast(moved.view(-1).view(torch.uint8), source, group=group)
         tensor.data = moved
 
 
 def _policy(modules: Sequence[nn.Module], dtype: torch.dtype | None, device: torch.device) -> MixedPrecisionPolicy:
-    # Inputs are left to autocast, which stays on: model code relies on what it keeps in float32.
+    # Autocast stays on and casts the inputs, since model code relies on the operations that it keeps in float32.
     if dtype is None or not all(_takes_low_weights(module, device) for module in modules):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _takes_low_weights(module: nn.Module, device: torch.device) -> bool:
-    """Whether ``module`` computes under autocast with its own weights in the low precision and any input."""
+    """Returns whether ``module`` computes under autocast with low-precision weights of its own and any input."""
     if not any(True for _ in module.parameters(recurse=False)):
         return True
     if device.type == "cpu":
-        # Autocast there casts for products and convolutions alone; norms take no weights of another dtype (torch 2.13).
+        # Autocast on a CPU casts for products and convolutions only; norms reject other weight dtypes (torch 2.13).
         return isinstance(module, _LOW_ON_CPU)
-    # Norms that can have running statistics: their kernels want weights in the dtype of these.
+    # The kernels of norms with running statistics need weights in the dtype of these statistics.
     return not hasattr(module, "track_running_stats")

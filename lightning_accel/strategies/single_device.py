@@ -1,4 +1,4 @@
-"""The strategy ``accel``: one device."""
+"""The strategy ``accel``, for one device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
     """One device, an ``AccelPlugin()`` if no plugin is given, and the device pipeline: ``Trainer(strategy="accel")``.
 
     Args:
-        device: Where to train; None: the first of those that the Trainer found or was given.
-        settings: Of :class:`~lightning.pytorch.strategies.SingleDeviceStrategy`.
+        device: The device to train on. If None, the first that the Trainer found or was given.
+        settings: Those of :class:`~lightning.pytorch.strategies.SingleDeviceStrategy`.
 
     Raises:
         ValueError: The Trainer was given several CPU processes, or several nodes.
@@ -35,7 +35,7 @@ class AccelStrategy(Accelerated, SingleDeviceStrategy):
     def root_device(self) -> torch.device:
         return self._device
 
-    # What Lightning sets, as it does for its strategies for several devices.
+    # Lightning sets these properties, as for its multi-device strategies.
 
     @property
     def num_nodes(self) -> int:

@@ -1,4 +1,4 @@
-"""Batch norm over the batches of all ranks, on a CPU too: torch's own computes on GPUs and their like only."""
+"""Batch norm over the batches of all ranks, also on CPUs, which torch's own does not support."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing_extensions import override
 
 from lightning_accel.lightning.packages import TorchSyncBatchNorm, rank_zero_warn
 
-_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # of all of torch's batch norms
+_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # those of all torch batch norms
 
 
 class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
     """Lightning's ``Trainer(sync_batchnorm=True)``, on every device.
 
-    A batch norm with a ``forward`` of its own keeps each rank's statistics, and is named in a warning: what it adds
-    (an activation, say) would be lost in another class. The user's own modules are back afterwards; not under
-    ``accel_fsdp``, which leaves a module as it has sharded it.
+    A batch norm with its own ``forward`` keeps each rank's statistics, and a warning names it: its additions (such as
+    an activation) would be lost in another class. The user's own modules are restored afterwards, except under
+    ``accel_fsdp``, which leaves a module sharded.
     """
 
     @override
@@ -35,13 +35,13 @@ class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
 
 
 class GlobalBatchNorm(nn.BatchNorm1d):
-    """Is :class:`torch.nn.SyncBatchNorm` where that can compute, and computes as it would on a CPU.
+    """Uses :class:`torch.nn.SyncBatchNorm` on devices that it supports, and computes the same on a CPU.
 
-    A rank's batch weighs by its size, and may be empty; a NaN in it is one in the statistics of all. As with torch's
-    own, in evaluation nothing is exchanged, gradients of parameters are the rank's share of their sum, every rank must
-    run the same layers in the same order, and a pass that is run again (``torch.utils.checkpoint``) moves the running
-    statistics again unless, as gradient checkpointing here, it is kept from it. DDP refuses what inherits from torch's
-    own on a CPU. From the ``plain`` one, of any number of dimensions, it takes parameters, buffers, hooks and settings.
+    A rank's batch counts by its size, and may be empty; a NaN in it makes all ranks' statistics NaN. As with torch's
+    own: evaluation exchanges nothing, gradients of parameters are the rank's share of their sum, and every rank must
+    run the same layers in the same order. A repeated pass (``torch.utils.checkpoint``) updates the running statistics
+    again unless, as in our gradient checkpointing, this is prevented. DDP refuses subclasses of torch's own on a CPU.
+    Parameters, buffers, hooks and settings come from the ``plain`` one, of any number of dimensions.
     """
 
     process_group: dist.ProcessGroup | None
@@ -54,10 +54,10 @@ class GlobalBatchNorm(nn.BatchNorm1d):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Of an input ``(B, C, ...)``, with the same C and number of dimensions on all ranks.
+        """Normalizes an input ``(B, C, ...)`` with the same C and number of dimensions on all ranks.
 
         Raises:
-            ValueError: All ranks together have a single value per channel, or none; on all of them.
+            ValueError: All ranks together have at most one value per channel. Raised on all ranks.
         """
         if input.device.type != "cpu":
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         )
         return output
 
-    # Torch's own asks these too.
+    # Torch's own forward calls these too.
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -95,9 +95,9 @@ class GlobalBatchNorm(nn.BatchNorm1d):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes with statistics of all ranks' batches, and has all ranks' gradients flow back through them.
+    """Normalizes with the statistics of all ranks' batches, and propagates all ranks' gradients through them.
 
-    Built on the kernels for *given* statistics, which treat them as constants. The gradient through the statistics is
+    It uses the kernels for *given* statistics, which treat them as constants. The gradient through the statistics is
     then added: it is a normalization itself, with the sums of the gradients for weight and bias.
     """
 
@@ -120,7 +120,7 @@ class _Normalize(torch.autograd.Function):
             grad_input, grad_scale, grad_shift = torch.ops.aten.native_batch_norm_backward(
                 grad_output, input, scale, mean, var, None, None, False, ctx.eps, [True, True, True]
             )
-        else:  # the kernel divides by the size; the others wait for this rank all the same
+        else:  # the kernel divides by the size, so zeros are sent: the other ranks wait for this one
             grad_input, grad_scale, grad_shift = (torch.zeros_like(like) for like in (input, mean, mean))
         if ctx.needs_input_grad[0]:
             sums = torch.stack([grad_scale, grad_shift]).double()
@@ -133,16 +133,16 @@ class _Normalize(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # .item() breaks the graph here anyway, with a warning
 def _global_statistics(input: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance of each channel, shape ``(C,)``, and the number of values, over the ranks of ``group``.
+    """Returns mean and biased variance per channel, shape ``(C,)``, and the number of values, over all ranks.
 
-    In float32 at least. Ranks tell each other means and variances rather than sums of squares, whose difference would
-    lose what a large mean hides.
+    In float32 at least. Ranks exchange means and variances, not sums of squares, whose difference would lose precision
+    under a large mean.
     """
     num_channels = input.size(1)
     dtype = torch.promote_types(input.dtype, torch.float32)
     own = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
     if input.numel():
-        # The kernel computes in the dtype of the running statistics, which are none of ours here.
+        # The kernel computes in the dtype of the running statistics; these ones are unused.
         unused = torch.zeros(2, num_channels, dtype=dtype)
         own[:-1] = torch.cat(torch.batch_norm_update_stats(input, unused[0], unused[1], 0.0))
         own[-1] = input.numel() // num_channels
@@ -175,7 +175,7 @@ def _synchronized(module: nn.Module) -> nn.Module:
 
 
 def _separated(module: nn.Module) -> nn.Module:
-    """The very module from before, with the running statistics of now."""
+    """Returns the original module, with the current running statistics."""
     if not isinstance(module, GlobalBatchNorm):
         return module
     (plain,) = module.plain
@@ -184,7 +184,7 @@ def _separated(module: nn.Module) -> nn.Module:
 
 
 def _replaced(model: nn.Module, replace: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """``replace`` on ``model`` and all within it; a module that occurs at several places stays one."""
+    """Applies ``replace`` to ``model`` and all its submodules. A module that occurs several times stays one."""
     done: dict[nn.Module, nn.Module] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module not in done:

@@ -1,1 +1,1 @@
-"""What keeps a run alive: checkpoints written whole, ranks that are lost, jobs that are requeued."""
+"""Resilience of runs: atomic checkpoints, detection of lost ranks, requeued jobs."""

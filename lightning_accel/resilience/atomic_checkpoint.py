@@ -1,4 +1,4 @@
-"""Checkpoints that are replaced in one step: whatever happens in the middle of writing, the previous one is whole."""
+"""Checkpoints that are replaced in one step: if writing is interrupted, the previous checkpoint is still whole."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.experiment.digest import digest
 from lightning_accel.lightning.packages import TorchCheckpointIO
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, except for where a local checkpoint is written: beside the previous one, which it then replaces.
+    """Lightning's own, but writes a local checkpoint beside the previous one, and then replaces that.
 
-    Lightning 2.6 holds the whole file in memory, writes it to the folder for temporary files and moves it. Where that
-    is another file system, the move is a copy *over* the previous checkpoint, and one that ends half way leaves
-    neither. Here the disk of the checkpoints needs room for one more. Paths that are not local (``s3://``) are left to
-    Lightning.
+    Lightning 2.6 holds the whole file in memory, writes it to the temporary folder and moves it. If that is another
+    file system, the move is a copy *over* the previous checkpoint, and an interrupted copy destroys both. Here the disk
+    of the checkpoints needs room for one more. Lightning handles paths that are not local (``s3://``).
     """
 
     @override
@@ -37,7 +36,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Writes ``checkpoint`` to ``path``; links to files are followed.
 
         Raises:
-            OSError: It could not be written, for want of space for instance. What was at ``path`` still is.
+            OSError: Writing failed, for example for lack of space. The previous file is still at ``path``.
             TypeError: ``storage_options`` were given.
         """
         local_path = _local_path(path)
@@ -48,12 +47,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def save_atomically(checkpoint: Any, path: str | Path) -> None:
-    """``torch.save`` to a local path that holds the previous file until the new one is on the disk.
+    """Writes by ``torch.save`` to a local path, which keeps the previous file until the new one is on the disk.
 
-    What is no file, as ``/dev/null``, is written to.
+    Special files, such as ``/dev/null``, are written directly.
 
     Raises:
-        OSError: It could not be written. What was at ``path`` still is.
+        OSError: Writing failed. The previous file is still at ``path``.
     """
     if is_special(Path(path)):
         with open(path, "wb") as device:
@@ -66,7 +65,7 @@ def save_atomically(checkpoint: Any, path: str | Path) -> None:
         commit(temporary, path)
     except BaseException as error:
         discard(temporary)
-        # Torch writes the end of its archive even after a write has failed, and raises what comes of that instead.
+        # After a failed write, torch still writes the end of its archive, and raises the error of that instead.
         cause = _failed_write(error)
         if cause is None:
             raise
@@ -74,10 +73,10 @@ def save_atomically(checkpoint: Any, path: str | Path) -> None:
 
 
 def begin_replacing(path: str | Path) -> Path:
-    """Where to write what is to replace the file or folder at ``path``: a hidden name in the same folder, not in use.
+    """Returns a temporary path to write what will replace ``path``: an unused hidden name in the same folder.
 
-    What killed processes of this host left there under such names is removed. Folders above ``path`` are made. Of
-    several processes that write into one folder, one calls this and :func:`commit`, and tells the others where.
+    Makes the folders above ``path``, and removes files that killed processes of this host left under such names. If
+    several processes write into one folder, one calls this and :func:`commit`, and sends the path to the others.
     """
     target = _target(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,13 +85,13 @@ def begin_replacing(path: str | Path) -> Path:
 
 
 def commit(temporary: Path, path: str | Path) -> None:
-    """Puts ``temporary`` in the place of what is at ``path``, when all of it has reached the disk.
+    """Replaces the file or folder at ``path`` by ``temporary``, after all of that has reached the disk.
 
-    In one step, on Linux for folders too. Elsewhere, and on network file systems, there is an instant in which a
-    folder's previous content is at neither place but at ``.<name>.<host>.<pid>.previous``: the next save puts it back.
+    In one step; on Linux for folders too. Elsewhere, and on network file systems, a folder's previous content is for an
+    instant only at ``.<name>.<host>.<pid>.previous``, from where the next save restores it.
 
     Raises:
-        OSError: ``path`` is as it was, and ``temporary`` is still there.
+        OSError: ``path`` is unchanged, and ``temporary`` still exists.
     """
     target = _target(path)
     _flush(*temporary.rglob("*"), temporary)
@@ -102,11 +101,11 @@ def commit(temporary: Path, path: str | Path) -> None:
     else:
         temporary.replace(target)
     _flush(target.parent)
-    discard(left)  # what was there before; nothing, where a file took its place
+    discard(left)  # the previous folder; nothing is left if a file was replaced
 
 
 def discard(temporary: Path) -> None:
-    """Removes a file or folder that is not to replace anything, as far as that is possible."""
+    """Removes a temporary file or folder that will not replace anything, as far as possible."""
     if temporary.is_dir():
         shutil.rmtree(temporary, ignore_errors=True)
     else:
@@ -119,7 +118,7 @@ def _local_path(path: str | Path) -> str | None:
 
 
 def _target(path: str | Path) -> Path:
-    """What a link points to is replaced, not the link."""
+    """Resolves links: the file behind a link is replaced, not the link."""
     return Path(os.path.realpath(path))
 
 
@@ -128,7 +127,7 @@ def _beside(target: Path, suffix: str) -> Path:
 
 
 def _prefix(target: Path) -> str:
-    # With the host, as processes of others cannot be asked whether they live. Names are of 255 bytes at most.
+    # Includes the host, since processes of other hosts cannot be checked. A name has at most 255 bytes.
     name = target.name if len(target.name.encode()) <= 100 else digest(target.name)
     return f".{name}.{socket.gethostname()}."
 
@@ -149,7 +148,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _swap(temporary: Path, target: Path) -> Path:
-    """Brings ``temporary`` to ``target``; returns where what was there is now."""
+    """Moves ``temporary`` to ``target``; returns the new path of the previous content."""
     if _exchange(temporary, target):
         return temporary
     previous = target.rename(_beside(target, "previous"))
@@ -162,7 +161,7 @@ def _swap(temporary: Path, target: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False where the system cannot."""
+    """Exchanges two names in one step; returns False if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
         return False
@@ -171,7 +170,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _flush(*paths: Path) -> None:
-    """Returns when these files, and the names in these folders, are on the disk."""
+    """Waits until these files, and the names in these folders, are on the disk."""
     for path in paths:
         if os.name == "nt" and path.is_dir():
             continue  # Windows opens no folders
@@ -183,7 +182,7 @@ def _flush(*paths: Path) -> None:
 
 
 def _failed_write(error: BaseException | None) -> OSError | None:
-    """The write that failed, among what led to ``error``, itself included. Only what opens a file knows its name."""
+    """Finds the failed write among ``error`` and its causes. Only errors from opening a file have a file name."""
     while error is not None and not (isinstance(error, OSError) and error.filename is None):
         error = error.__cause__ or error.__context__
     return error

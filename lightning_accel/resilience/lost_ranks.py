@@ -1,4 +1,4 @@
-"""Which rank died, said where a run breaks off because of it: a collective only knows that somebody hung up."""
+"""Names the rank whose death breaks a run off. A collective call only reports a lost connection."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from lightning_accel.core.ranks import gather
 
-# What gloo, the store and NCCL say of a connection that is gone or silent, and not of tensors that do not fit, nor of
-# cards that are given out twice.
+# Messages of gloo, the store and NCCL on a lost or silent connection. Errors on tensor shapes or on cards that are
+# assigned twice do not match.
 _BROKEN = re.compile(
     r"(gloo/|nccl|watchdog).*"
     r"(connection (was )?(closed|reset|refused)|broken pipe|timed ?out|timeout|(read|write) error|remote process)"
     r"|Application timeout caused pair closure",
     re.I | re.S,
 )
-_CLOCK_SLACK_S = 5.0  # start times shift with the system's clock; a number is not given to a new process that soon
+_CLOCK_SLACK_S = 5.0  # start times shift with the system clock; a process number is not reused that soon
 _OLD_S = 3600.0
 _LOOK_S = 0.05
 _MARK = "lightning-accel-gave-up-"
@@ -32,7 +32,7 @@ _MARK = "lightning-accel-gave-up-"
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A rank's process. ``started`` is in seconds since 1970: its number may be given to another process later."""
+    """The process of a rank. ``started``, in seconds since 1970, identifies it, as process numbers are reused."""
 
     rank: int
     host: str
@@ -41,13 +41,13 @@ class Member:
 
     @classmethod
     def here(cls) -> Member:
-        """This process."""
+        """Returns this process as a member."""
         process = psutil.Process()
         rank = dist.get_rank() if dist.is_initialized() else 0
         return cls(rank=rank, host=socket.gethostname(), pid=process.pid, started=process.create_time())
 
     def lives(self) -> bool:
-        """Whether the process exists; only asked on its host. One that has ended and still has a number does not."""
+        """Returns whether the process exists and is no zombie. Call it on the process's host only."""
         try:
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.started) > _CLOCK_SLACK_S:
@@ -58,53 +58,53 @@ class Member:
 
     @property
     def mark(self) -> Path:
-        """The file that says that this process ended because of another."""
+        """Returns the path of the file that says that this process ended because of another one."""
         return Path(tempfile.gettempdir(), f"{_MARK}{self.pid}-{self.started:.0f}")
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The processes of a run, by rank, and this one of them; taken down while all of them live."""
+    """The processes of a run by rank, and this process among them, recorded while all are alive."""
 
     members: Sequence[Member]
     own: Member
 
     @classmethod
     def gather(cls) -> Roster:
-        """Of the default process group; of this process alone where there is none. A collective call."""
+        """Collects the default process group; this process alone if there is none. A collective call."""
         _forget_old_marks()
         own = Member.here()
         return cls(gather(own), own)
 
     def lost(self) -> list[Member]:
-        """The ranks on this host whose processes have ended, however they did."""
+        """Returns the ranks on this host whose processes have ended, for whatever reason."""
         return [member for member in self.members if member.host == self.own.host and not member.lives()]
 
 
 def name_lost_ranks(exception: BaseException, roster: Roster, patience_s: float = 2.0) -> None:
-    """Adds what :func:`explain` says to the text of ``exception``."""
+    """Appends the sentence of :func:`explain` to the text of ``exception``."""
     sentence = explain(exception, roster, patience_s)
     if sentence is not None:
         exception.args = (f"{exception}\n{sentence}",)
 
 
 def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -> str | None:
-    """Which rank's death the exception comes from, in a sentence or two; None if it comes from no broken collective.
+    """Says which rank's death caused the exception. None if no broken collective call caused it.
 
-    A rank that breaks off because of another's death ends as well, and would be taken for the one that died first: it
-    leaves a mark, an empty file in the folder for temporary files, that the others of its host find.
+    A rank that breaks off because of another's death ends as well, and might be taken for the first one that died. So
+    it leaves a mark, an empty file in the temporary folder, which the other ranks of its host find.
 
     Args:
-        exception: What ended the run on this rank.
-        roster: Of the run.
-        patience_s: How long to look for a death that does not show yet, in seconds. The connections of a process are
-            closed before it is gone.
+        exception: The error that ended the run on this rank.
+        roster: The processes of the run.
+        patience_s: Seconds to wait for a death to become visible. A process's connections close before the process
+            ends.
     """
     if len(roster.members) == 1 or not is_broken_collective(exception):
         return None
-    with suppress(OSError):  # no room for it: the others may then name this rank
+    with suppress(OSError):  # no room for the mark: the others may then name this rank
         roster.own.mark.touch()
-    for _ in range(1 + round(patience_s / _LOOK_S)):  # not by a clock, which somebody may have stopped
+    for _ in range(1 + round(patience_s / _LOOK_S)):  # not by a clock, which tests may have frozen
         lost = [member for member in roster.lost() if not member.mark.exists()]
         if lost:
             return _of_lost(lost, roster)
@@ -113,10 +113,10 @@ def explain(exception: BaseException, roster: Roster, patience_s: float = 2.0) -
 
 
 def is_broken_collective(exception: BaseException) -> bool:
-    """Whether ``exception`` comes from other processes that are gone or do not answer."""
+    """Returns whether other processes that ended or do not answer caused ``exception``."""
     if isinstance(exception, dist.DistNetworkError | dist.DistStoreError):
         return True
-    # NCCL's errors, of one class whatever they are about, are RuntimeErrors as gloo's.
+    # NCCL's errors all have one class, which is a RuntimeError, as gloo's are.
     return isinstance(exception, RuntimeError) and _BROKEN.search(str(exception)) is not None
 
 
@@ -157,6 +157,6 @@ def _listed(words: Iterable[str]) -> str:
 
 def _forget_old_marks() -> None:
     for mark in Path(tempfile.gettempdir()).glob(f"{_MARK}*"):
-        with suppress(OSError):  # of another user, or just removed by another process
+        with suppress(OSError):  # belongs to another user, or was just removed by another process
             if time.time() - mark.stat().st_mtime > _OLD_S:
                 mark.unlink()

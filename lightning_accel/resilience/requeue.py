@@ -1,4 +1,4 @@
-"""Signals of SLURM, on which Lightning saves and requeues a job: all ranks act on them together, between two steps."""
+"""SLURM's signals, on which Lightning saves and requeues a job, handled by all ranks together between two steps."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from lightning_accel.lightning.private import cluster_environment
 
 
 def defer_signals(trainer: Trainer, timeout: timedelta | None = None) -> DeferredSignals | None:
-    """Makes the handlers that Lightning has registered for SLURM wait for the end of a training step.
+    """Defers the signal handlers that Lightning has registered for SLURM to the end of a training step.
 
-    A collective call, to be made once Lightning has registered them and before the first step. A rank waits for the
-    others at the end of a step for so long as ``timeout`` says; None: torch's default.
+    A collective call, to be made after Lightning has registered the handlers and before the first step. At the end of a
+    step, a rank waits for the others for at most ``timeout``, or torch's default if None.
 
     Returns:
-        What to call ``undo`` on when the run ends; None where the job is not one that SLURM requeues.
+        An object whose ``undo`` must be called when the run ends; None if SLURM does not requeue the job.
     """
     environment = cluster_environment(trainer)
     if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
         return None
-    # Over the hosts: the ranks agree at every step, and no device has to catch up with its host for that.
+    # A group on the hosts: the ranks agree at every step, and must not wait for their devices.
     group = dist.new_group(backend="gloo", timeout=timeout) if trainer.world_size > 1 else None
     return DeferredSignals(trainer, [int(environment.requeue_signal or signal.SIGUSR1), int(signal.SIGTERM)], group)
 
 
 class DeferredSignals(Callback):
-    """Calls handlers on all ranks at the end of the step in which the first of them got the signal.
+    """Calls signal handlers on all ranks at the end of the step in which the first rank received the signal.
 
-    Lightning's own would save a checkpoint at whatever line a signal interrupts. That may be in the middle of an
-    optimizer's step, and on each rank another, where their collective calls do not meet. A callback that comes after
-    all others saves what they have done in the step, at a place where Lightning knows to resume.
+    Lightning's own handler would save a checkpoint at any line of code: perhaps within an optimizer's step, and at
+    different lines on different ranks, so that their collective calls do not match. This callback runs after all
+    others, so that their changes in the step are saved, at a point where Lightning can resume.
 
-    A signal that comes while the run validates waits for the step after: let SLURM send it that much before the end,
-    ``#SBATCH --signal=SIGUSR1@600`` for ten minutes.
+    A signal during validation waits for the end of the next step. Let SLURM send it early enough: ``#SBATCH
+    --signal=SIGUSR1@600`` for ten minutes before the end.
 
-    Where others than Lightning's handlers are registered, they stay. ``group`` is of all ranks, on their hosts; None
-    for a single process.
+    Handlers that are not Lightning's stay. ``group`` contains all ranks, on their hosts; None for a single process.
     """
 
     def __init__(self, trainer: Trainer, numbers: list[int], group: dist.ProcessGroup | None) -> None:
@@ -57,10 +56,9 @@ class DeferredSignals(Callback):
         self._callbacks.append(self)
 
     def undo(self) -> None:
-        """Ends the deferring. Lightning's handlers are not put back: it does away with them itself, right after this.
+        """Ends the deferring. Lightning's handlers are not restored, since Lightning removes them right afterwards.
 
-        A second signal on the heels of the first would otherwise have one of the ranks call the others, which are
-        leaving.
+        Otherwise, a second signal soon after the first would make one rank call the others, which are leaving.
         """
         if self in self._callbacks:
             self._callbacks.remove(self)
@@ -73,13 +71,13 @@ class DeferredSignals(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        # The gradients of half a step are in no checkpoint.
+        # A checkpoint does not contain the gradients of an incomplete accumulation.
         if not is_accumulating(trainer):
             for number in self._due():
                 self._handlers[number](number, None)
 
     def _due(self) -> list[int]:
-        """The signals that any rank has got; each once, as they reach a rank before and another after the same step."""
+        """Returns new signals that any rank has received, once each: ranks may receive one in different steps."""
         flags = torch.tensor([number in self._received for number in self._handlers], dtype=torch.int32)
         if self._group is not None:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -89,7 +87,7 @@ class DeferredSignals(Callback):
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether no optimizer steps after the training batch under way: its gradients are added to the next one's."""
+    """Returns whether no optimizer steps after the current training batch, so that its gradients are accumulated."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     if progress.current.ready % trainer.accumulate_grad_batches == 0:
         return False

@@ -131,7 +131,7 @@ class SmallState:
         return [(t, version_of(t)) for t in found if isinstance(t, Tensor) and not (is_lazy(t) or t.is_inference())]
 
     def look(self) -> None:
-        """Compares the sums of the large tensors before the first steps only. A sum for every step would be slow."""
+        """Compares the sums of the large tensors before the first and the second step. More sums would be slow."""
         if not self._looks_left:
             return
         self._looks_left -= 1

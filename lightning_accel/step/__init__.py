@@ -1,1 +1,1 @@
-"""One training step: which layers stand around it, and in which order."""
+"""One training step: its layers and their order."""

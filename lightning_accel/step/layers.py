@@ -1,12 +1,12 @@
-"""One step in an order that can be read: each method of Lightning's is patched once, and calls its layers in `ORDER`.
+"""The layers of a step in a stated order: each Lightning method is patched once, and calls its layers in `ORDER`.
 
-A step of training runs from the outside in::
+A training step runs from the outside in::
 
     timeline → logger → xla → oom_report → retry → outputs → split → Lightning's own training_step
         → precision → techniques → the user's training_step
 
-The last three are no layers: Lightning calls the contexts of the precision plugin within its own ``training_step``, and
-the plugin enters autocast first and then the techniques. ``backward`` and ``optimizer_step`` pass the same layers.
+The last three are not layers: Lightning enters the contexts of the precision plugin within its own ``training_step``,
+and the plugin enters autocast first and then the techniques. ``backward`` and ``optimizer_step`` pass the same layers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing_extensions import override
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 
 ORDER = (
-    "timeline",  # tells those who time or trace a step which phase begins and ends
-    "logger",  # calls the hooks of a SpeedMemoryLogger that is none of the user's callbacks
-    "xla",  # ends steps that XLA records, and counts what it compiles
-    "oom_report",  # raises a page in place of the bare error where memory has run out
-    "retry",  # takes a failed step back, and runs it again with less of ours or with less memory
-    "outputs",  # hands on what outlives a step in the dtype and the layout that it has in a plain run
+    "timeline",  # tells timers and tracers when each phase of a step begins and ends
+    "logger",  # calls the hooks of a SpeedMemoryLogger that is not among the user's callbacks
+    "xla",  # ends steps that XLA records, and counts its compilations
+    "oom_report",  # raises a page in place of an out-of-memory error
+    "retry",  # undoes a failed step, and runs it again with fewer edits or less memory
+    "outputs",  # gives tensors that outlive a step the dtype and the layout of a plain run
     "split",  # sends a batch through the step in parts
-    "preprocess",  # prepares batches: in a pipeline around the loader, or at their transfer
-    "techniques",  # gives loaders and batches to the techniques
+    "preprocess",  # prepares batches in a pipeline around the loader, or during their transfer
+    "techniques",  # passes loaders and batches to the techniques
 )
 
 Call = Callable[..., Any]
@@ -38,18 +38,18 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Layer(Patch):
-    """One thing that is done around methods of Lightning's objects. It has its place in :data:`ORDER`.
+    """One action around methods of Lightning's objects, with a place in :data:`ORDER`.
 
-    A class has a method ``around_<method>(call, *args, **kwargs)`` for each of Lightning's that needs its own, without
-    the underscore that begins some of Lightning's names. All others pass :meth:`around`.
+    A class has a method ``around_<method>(call, *args, **kwargs)`` for each Lightning method that it treats specially,
+    without the leading underscore that some of Lightning's names have. All others pass :meth:`around`.
 
     Attributes:
         name: The place in :data:`ORDER`.
-        stands: Whether it is called; if not, it stands aside.
+        stands: Whether the layer is called; if not, it stands aside.
 
     Args:
         targets: Pairs of an object and the names of its methods.
-        companions: Other patches that are in force while the layer stands.
+        companions: Other patches, applied while the layer stands.
     """
 
     name: ClassVar[str]
@@ -63,16 +63,16 @@ class Layer(Patch):
         self.chains: list[_Chain] = []
 
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method, and does what the layer is for before, after or instead.
+        """Calls a method, and acts before it, after it or in its place.
 
         Args:
             stage: The method's name.
-            call: The method without this layer: the layers inside of it, then Lightning's own.
-            args: The arguments of the method.
-            kwargs: The same by name.
+            call: The method without this layer: the inner layers, then Lightning's own method.
+            args: The positional arguments of the method.
+            kwargs: The keyword arguments of the method.
 
         Returns:
-            What the method returns.
+            The result of the method.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to do around {stage}")
 
@@ -104,7 +104,7 @@ class _Chain:
         self.call = self._original
 
     def add(self, layer: Layer) -> None:
-        # Of one name, the layer that comes later stands further outside.
+        # Of two layers with one name, the later one is further outside.
         self.layers = sorted([layer, *self.layers], key=lambda one: ORDER.index(one.name))
         self._patch.apply()
         self.compose()
@@ -119,14 +119,14 @@ class _Chain:
         self._original = types.MethodType(original, self.owner)
 
         def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
-            # A copy of the owner has the attribute, too. The layers are not for its steps.
+            # A copy of the owner has this attribute, too, but its steps do not pass the layers.
             return self.call(*args, **kwargs) if caller is self.owner else original(caller, *args, **kwargs)
 
         method.chain = self  # type: ignore[attr-defined]
         return method
 
     def compose(self) -> None:
-        """Makes the call anew, after layers came, went or stood aside."""
+        """Builds the call again after layers were added, removed or set aside."""
         self.call = self._original
         for layer in reversed(self.layers):
             if layer.stands:
@@ -136,7 +136,7 @@ class _Chain:
 
 
 def _chain_of(owner: Any, method: str) -> _Chain | None:
-    """The chain of a method, below whatever others have wrapped around it; None if there is none."""
+    """Returns the chain of a method, also if other code has wrapped the method since; None if there is none."""
     function = getattr(vars(owner).get(method), "__func__", None)
     while function is not None:
         chain = vars(function).get("chain")
@@ -147,28 +147,28 @@ def _chain_of(owner: Any, method: str) -> _Chain | None:
 
 
 class StepPipeline:
-    """The layers that one run has around its steps, in :data:`ORDER`. They stand, or stand aside, together."""
+    """The layers of one run around its steps, in :data:`ORDER`. They stand, or stand aside, together."""
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         self._layers: list[Layer] = []
         self.add(*layers)
 
     def add(self, *layers: Layer) -> None:
-        """Puts layers around their methods. If one cannot be put there, those before it stay."""
+        """Applies layers to their methods. If one fails, those before it stay."""
         for layer in layers:
             layer.apply()
             self._layers.append(layer)
 
     def stand_aside(self) -> None:
-        """Leaves the steps to Lightning until :meth:`stand`."""
+        """Disables all layers until :meth:`stand`."""
         self._let_stand(False)
 
     def stand(self) -> None:
-        """Puts all layers around the steps again."""
+        """Enables all layers again."""
         self._let_stand(True)
 
     def _let_stand(self, stands: bool) -> None:
-        # Live trials do this between two steps: each method is composed once, whatever the number of its layers.
+        # Live trials call this between two steps, so each method is composed only once, for all its layers.
         chains = {id(chain): chain for layer in self._layers for chain in layer.chains}
         for layer in self._layers:
             layer.stands = stands
@@ -180,7 +180,7 @@ class StepPipeline:
             chain.compose()
 
     def clear(self) -> None:
-        """Leaves the methods to Lightning for good."""
+        """Removes all layers."""
         while self._layers:
             layer = self._layers.pop()
             layer.undo()

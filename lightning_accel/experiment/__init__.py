@@ -1,1 +1,1 @@
-"""Experiments: every comparison of A against B, and what is kept of them."""
+"""Experiments: comparisons of A against B, and the storage of their results."""

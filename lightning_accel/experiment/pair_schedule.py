@@ -1,4 +1,4 @@
-"""In which order the sides of a comparison run: a fair coin decides, pair by pair. Nothing else draws coins."""
+"""The order of the sides in a comparison: a fair coin decides, pair by pair. No other code draws coins."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 
 Side = TypeVar("Side")
 
-_NUMBERS = itertools.count()  # of the comparisons of this process
+_NUMBERS = itertools.count()  # numbers the comparisons of this process
 
 
 class Schedule:
     """The order of the sides in each pair, or in each round of several.
 
-    The coins are our own: no random stream of the user's is touched, and one seed has them fall alike.
+    It uses its own random stream, does not touch the user's streams, and gives the same orders for the same seed.
 
     Args:
-        seed: What the coins follow from; the same on all ranks if their turns must be. None if they follow from the
-            seed of the run, and differ between its comparisons; without torch there is no run, and chance decides.
+        seed: The seed; the same on all ranks if their turns must be the same. If None, it is made from the run's seed
+            and differs between the run's comparisons. Without torch there is no run's seed, and the order is random.
     """
 
     def __init__(self, seed: Any = None) -> None:
@@ -29,11 +29,11 @@ class Schedule:
         self._coins = random.Random(seed)
 
     def order(self, sides: Sequence[Side]) -> list[Side]:
-        """The sides of the next pair, each once. All orders are equally probable, whatever came before."""
+        """Returns the sides of the next pair, each once. All orders are equally likely, whatever came before."""
         return self._coins.sample(sides, len(sides))
 
     def pair(self, original: Callable[[], float], candidate: Callable[[], float]) -> tuple[float, float]:
-        """Runs both, one right after the other. Returns what each took."""
+        """Runs both, one right after the other. Returns the times of both."""
         sides = original, candidate
         took = {side: sides[side]() for side in self.order((0, 1))}
         return took[0], took[1]

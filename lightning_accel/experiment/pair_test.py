@@ -1,10 +1,10 @@
-"""Is B faster than A? Judged pair by pair, at any time, with an error that holds however often one looks.
+"""A test whether B is faster than A. It may be read after every pair without more false results.
 
 A pair is two turns, one of A and one of B, one right after the other, in an order that a fair coin decides. It gives
-one number, the log of A's time over B's. Were B not faster, the coin alone would decide whether that number is above
-zero, whatever the machine does. A gambler who starts with 1 and bets that more than half of the numbers are above has
-no gain to expect then: his wealth ever reaches ``1 / alpha`` with a probability of at most ``alpha``. Reaching it is
-the proof that B is faster. docs/statistics.md has the formulas, the sources and simulations.
+one number, the log of A's time over B's. If B is not faster, the coin alone decides whether this number is above zero,
+whatever the machine does. A gambler who starts with 1 and bets that more than half of the numbers are above zero then
+has no expected gain: his wealth ever reaches ``1 / alpha`` with a probability of at most ``alpha``. Reaching it proves
+that B is faster. docs/statistics.md has the formulas, the sources and simulations.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import numpy as np
 Outcome = Literal["faster", "not faster", ""]
 
 TRIVIAL = 0.01
-"""A gain, as a log of a ratio, that nobody would miss: "not faster" means by less than this."""
+"""A negligible gain, as a log of a ratio: "not faster" means that the gain is smaller."""
 
 ALPHA_NOT_FASTER = 0.05
-"""The error allowed in saying "not faster": it costs what could have been gained, and breaks no promise."""
+"""The error rate of "not faster". Such an error loses a possible gain, but makes no run slower."""
 
 MEMORY_RISE = 0.02
-"""If peak memory grows by this share or more, the candidate has to win time for it."""
+"""If peak memory grows by more than this share, the candidate must save time for it."""
 
 LEAST_RISE_BYTES = 16 << 20
-"""Bytes. A smaller difference in memory may occur between two equal steps."""
+"""Bytes. Smaller differences in memory occur between two equal steps."""
 
-# The shares that are bet on, above one half, and the stakes: more on those near 1, by which large gains show in few
-# pairs, at a price of few more pairs for small ones.
+# The shares above one half to bet on, and the stakes. Larger stakes near 1 prove large gains in few pairs, for a few
+# more pairs with small gains.
 _SHARES = 0.5 + (np.arange(64) + 0.5) / 128
 _LOG_STAKES = np.log((1 / (1.02 - _SHARES)) / (1 / (1.02 - _SHARES)).sum())
 _LOG_WON, _LOG_LOST = np.log(2 * _SHARES), np.log(2 * (1 - _SHARES))
 
 
 def log_wealth(above: int, pairs: int) -> float:
-    """The log of what a stake of 1 has become after ``pairs`` pairs, of which ``above`` were above."""
+    """Returns the log of the wealth from a stake of 1 after ``pairs`` pairs, of which ``above`` were above zero."""
     bets = _LOG_STAKES + above * _LOG_WON + (pairs - above) * _LOG_LOST
     return float(np.logaddexp.reduce(bets))
 
 
 @dataclass(frozen=True)
 class RatioInterval:
-    """How many times as fast B is as A.
+    """The speed of B as a multiple of A's.
 
     Attributes:
-        ratio: The median of the pairs' ratios; 1.0 without any.
-        low: The least value that is not rejected; 0.0 while none is.
-        high: The largest; infinite while none is rejected.
+        ratio: The median of the pairs' ratios; 1.0 without any pair.
+        low: The lower bound; 0.0 while there is none.
+        high: The upper bound; infinite while there is none.
     """
 
     ratio: float
@@ -65,17 +65,17 @@ class RatioInterval:
 
 
 def price_of_memory(original_bytes: int, candidate_bytes: int) -> float:
-    """What B has to be faster by for its peak of memory, as a log of a ratio: by a tenth if that is higher."""
+    """Returns the gain, as a log of a ratio, that B needs to justify its peak memory: a tenth if that is higher."""
     rise = candidate_bytes - original_bytes
     return math.log(1.1) if rise > max(MEMORY_RISE * original_bytes, LEAST_RISE_BYTES) else 0.0
 
 
 class PairTest:
-    """The test of one comparison: the only one that may say "faster".
+    """The test of one comparison. No other code may decide "faster".
 
     Args:
-        alpha: The probability, at most, of ever saying "faster" of what is not.
-        worth: The gain, as a log of a ratio, by more than which B has to be faster.
+        alpha: The largest probability of ever returning "faster" for a candidate that is not.
+        worth: The gain, as a log of a ratio, that B must exceed.
     """
 
     def __init__(self, alpha: float, worth: float = 0.0) -> None:
@@ -88,7 +88,7 @@ class PairTest:
         return len(self.log_ratios)
 
     def add(self, original: float, candidate: float) -> None:
-        """Takes up a pair: what a turn of A took, and one of B."""
+        """Adds a pair: the times of a turn of A and of one of B."""
         ratio = math.log(original / candidate)
         self.log_ratios.append(ratio)
         self._seconds[0] += original
@@ -97,9 +97,9 @@ class PairTest:
         self._below += ratio < self.worth + TRIVIAL
 
     def outcome(self) -> Outcome:
-        """What is proven so far; empty: nothing."""
+        """Returns what is proven so far; empty if nothing."""
         pairs = len(self)
-        # A turn that is mostly faster, and takes an age every now and then, is no gain: the sum must be one, too.
+        # A candidate that is mostly faster but sometimes very slow is no gain. So the sum must be smaller, too.
         is_less_in_sum = self._seconds[1] * math.exp(self.worth) < self._seconds[0]
         if is_less_in_sum and log_wealth(self._above, pairs) >= math.log(1 / self.alpha):
             return "faster"
@@ -109,7 +109,7 @@ class PairTest:
 
     @property
     def gain_s(self) -> float:
-        """What a turn of B takes less than one of A, in seconds, on average."""
+        """Returns the mean seconds that a turn of B saves against one of A."""
         return (self._seconds[0] - self._seconds[1]) / max(1, len(self))
 
     @property
@@ -118,16 +118,16 @@ class PairTest:
 
     @property
     def is_promising(self) -> bool:
-        """Whether B has won more than was staked: of what is no faster, one in 20 has after 14 pairs."""
+        """Whether B has won more than was staked. Of candidates that are not faster, one in 20 has after 14 pairs."""
         return log_wealth(self._above, len(self)) > 0
 
     def interval(self, alpha: float = 0.05) -> RatioInterval:
-        """Every gain that is not rejected, from either side with half of ``alpha``; at all times at once."""
+        """Returns all gains that are not rejected, each bound with half of ``alpha``, valid after every pair."""
         ordered = sorted(self.log_ratios)
         if not ordered:
             return RatioInterval(1.0, 0.0, math.inf)
         middle = math.exp((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
-        # So many above a value reject it; those below are as many, from the other end.
+        # A value is rejected by this many pairs above it, and likewise by as many below it.
         pairs, threshold = len(ordered), math.log(2 / alpha)
         rejecting = next((n for n in range(pairs // 2, pairs + 1) if log_wealth(n, pairs) >= threshold), None)
         if rejecting is None:

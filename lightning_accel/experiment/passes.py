@@ -1,4 +1,4 @@
-"""One pass of a trial: forward, and backward where gradients are wanted, on copies of the user's arguments."""
+"""One pass of a trial: forward, and backward if gradients are compared, on copies of the user's arguments."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ Call = Callable[..., Any]
 
 @dataclass
 class Passes:
-    """How computations that take the place of each other are called."""
+    """Runs passes of computations that may replace each other."""
 
-    module: nn.Module  # whose parameters' gradients are wanted
+    module: nn.Module  # gradients of its parameters are compared
     with_gradients: bool = True  # whether there is a backward pass
-    judged: Callable[[Any], Any] = lambda outputs: outputs  # takes from the outputs those that matter
+    judged: Callable[[Any], Any] = lambda outputs: outputs  # selects the outputs to compare
     writes_to_input: bool = False  # whether a computation has written into its arguments (copies, here)
-    num_outputs: int = 0  # how many of the results that were last asked for are outputs: the first
+    num_outputs: int = 0  # the number of outputs, which precede the gradients in the latest results
 
     def results(self, call: Call, args: Any, kwargs: Any) -> list[Tensor]:
-        """Outputs, then gradients of inputs and parameters: floating-point tensors only, detached, dense, real."""
+        """Returns outputs, then gradients of inputs and parameters: floating-point only, detached, dense and real."""
         leaves, inputs = self.copies(args, kwargs)
         results = self._forward_and_backward(call, leaves, inputs, _random_cotangent)
         self.writes_to_input |= any(version_of(t) for t in tensors_in(inputs) if not t.is_inference())
         return [_comparable(t) for t in results]
 
     def prepared(self, call: Call, args: Any, kwargs: Any) -> Callable[[], object]:
-        """A pass, to be timed, on copies of the arguments that are made now. It can run once."""
+        """Returns a pass to be timed, on new copies of the arguments. It can run once."""
         leaves, inputs = self.copies(args, kwargs)
         return lambda: self._forward_and_backward(call, leaves, inputs, torch.ones_like)
 
     def saved_elements(self, call: Call, args: Any, kwargs: Any) -> int:
-        """What one forward pass keeps for its backward pass: one sample of long attention can be gigabytes."""
+        """Counts what a forward pass saves for its backward pass: one sample of long attention can be gigabytes."""
         saved: dict[torch.UntypedStorage, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()  # the same object as long as it lives, whichever tensor is asked
+            storage = tensor.untyped_storage()  # the same object for all tensors on it
             saved[storage] = storage.nbytes() // tensor.element_size()
-            return tensor.detach()  # a result that its own node holds would keep itself alive, unseen by Python
+            return tensor.detach()  # otherwise a result held by its own node would keep itself alive
 
         _, inputs = self.copies(args, kwargs)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -53,7 +53,7 @@ class Passes:
         return sum(saved.values())
 
     def copies(self, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[Any, Any]]:
-        """What gradients are asked of, and copies to call with: a call may write into its input (``x -= mean``)."""
+        """Returns leaves for gradients, and copies to call with: a call may write to its input (``x -= mean``)."""
         with torch.set_grad_enabled(self.with_gradients):
             originals = map_tensors(_fresh_leaf if self.with_gradients else Tensor.detach, (args, kwargs))
             leaves = [t for t in tensors_in(originals) if t.requires_grad]
@@ -71,7 +71,7 @@ class Passes:
                 return outputs
             cotangents = [cotangent(t) for t in differentiable]
             gradients = torch.autograd.grad(differentiable, wanted, cotangents, allow_unused=True)
-        # An unused input has no gradient; zeros keep the two sides' lists in step.
+        # An unused input has no gradient. Zeros give the lists of both sides the same length.
         return outputs + [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
 
 
@@ -79,12 +79,12 @@ def _fresh_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-_DRAWN = 65_537  # a prime: over and over, these lie otherwise in every row and sample of a result
+_DRAWN = 65_537  # a prime, so that the repeated draws differ between the rows and samples of a result
 
 
 @functools.cache
 def _draws(device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Drawn in float32 and rounded, so that every dtype is asked for the gradient in the same direction.
+    # Drawn in float32 and rounded, so that every dtype has the gradient in the same direction.
     return torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device, dtype)
 
 
@@ -98,7 +98,7 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _comparable(tensor: Tensor) -> Tensor:
-    """The tensor detached, dense and real: what norms and differences can be taken of."""
+    """Returns the tensor detached, dense and real, for norms and differences."""
     tensor = tensor.detach()
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

@@ -1,7 +1,7 @@
-"""Screening: a look at a few times, before the proof. It decides what is tried on, and proves nothing.
+"""Screening: a decision from a few times about what to try. It proves nothing.
 
-Whatever else a machine does can only add to a time, so of each side the least counts. With the two pairs that a part is
-timed for, no test could tell more. docs/statistics.md has the error, and the proof is
+Other work on a machine can only add to a time, so the least time of each side counts. With the two pairs for which a
+part is timed, no test could tell more. docs/statistics.md has the error rate. The proof is
 :class:`~lightning_accel.experiment.pair_test.PairTest`, on whole training steps.
 """
 
@@ -18,10 +18,10 @@ from typing_extensions import override
 Name = TypeVar("Name")
 
 CLEARLY = 1.03
-"""Times that differ by a smaller factor are a tie: the clocks of shared machines tell no more."""
+"""Times that differ by a smaller factor are a tie: times on shared machines are not more precise."""
 
 DRIFT = 1.2
-"""Where a step has come to take so many times as long, what was proven of it is asked anew."""
+"""If steps become slower by this factor, earlier results are tested again."""
 
 LATEST = 16  # steps, by which that is seen
 
@@ -29,20 +29,20 @@ PAIRS = 2  # that a part is timed for
 
 
 def screen(original: float, candidate: float, *, by: float = CLEARLY) -> Literal["faster", "slower", ""]:
-    """What the candidate is, by the least time of each side; empty if neither is clear."""
+    """Classifies the candidate by the least time of each side; empty if neither is clearly faster."""
     if candidate * by < original:
         return "faster"
     return "slower" if original * by < candidate else ""
 
 
 def fastest(seconds: Mapping[Name, Sequence[float]]) -> Name:
-    """The first, in the order of preference, than which none is clearly faster by their least times."""
+    """Returns the first name, in order of preference, than which no other is clearly faster by the least times."""
     least = {name: min(times) for name, times in seconds.items()}
     return next(name for name, took in least.items() if screen(took, min(least.values())) != "faster")
 
 
 class LatestTimes(deque[float]):
-    """What the latest steps took, in seconds, and whether they take longer than the first of them did."""
+    """The times of the latest steps in seconds, and whether these are slower than the first steps were."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=LATEST)

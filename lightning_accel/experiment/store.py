@@ -1,4 +1,4 @@
-"""The cache folder: what runs keep for later ones, in JSON files that only this module opens. Needs no torch."""
+"""The cache folder: values for later runs, in JSON files that only this module opens. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_accel.experiment.digest import digest
 
 Value = TypeVar("Value")
 Key = Mapping[str, str]
-"""All that a kept value depends on, in words."""
+"""Everything that a stored value depends on, as text."""
 
 STORES = ("tuning", "verdicts", "searches", "allocators")
 """The names of all stores. ``lightning-accel cache`` lists and clears them."""
 
 
 def cache_folder() -> Path:
-    """``$LIGHTNING_ACCEL_CACHE``, by default ``$XDG_CACHE_HOME/lightning-accel`` or ``~/.cache/lightning-accel``."""
+    """Returns ``$LIGHTNING_ACCEL_CACHE``, or ``$XDG_CACHE_HOME/lightning-accel`` or ``~/.cache/lightning-accel``."""
     if given := os.environ.get("LIGHTNING_ACCEL_CACHE"):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -30,22 +30,22 @@ def cache_folder() -> Path:
 
 
 def kernel_folder() -> Path:
-    """The folder of the kernels that torch.compile has built."""
+    """Returns the folder for kernels built by torch.compile."""
     return cache_folder().absolute() / "kernels"
 
 
 def xla_folder() -> Path:
-    """The folder of the programs that XLA has compiled, with a folder for each process of a run."""
+    """Returns the folder for programs compiled by XLA, with a subfolder for each process of a run."""
     return cache_folder().absolute() / "xla"
 
 
 class DamagedError(ValueError):
-    """A file in the cache folder is not whole, or another version or another key has written it."""
+    """A file in the cache folder is incomplete, or was written by another version or for another key."""
 
 
 @dataclass(frozen=True)
 class Entry(Generic[Value]):
-    """A kept value, with its key and when it was written, in UTC."""
+    """A stored value, with its key and the time at which it was written, in UTC."""
 
     key: Key
     written: datetime
@@ -59,25 +59,25 @@ class Store(Generic[Value]):
 
     Args:
         name: One of :data:`STORES`.
-        read: Makes a value of what JSON holds.
-        version: Of what JSON holds. A file of another version counts as damaged.
+        read: Makes a value from JSON content.
+        version: The version of the JSON content. A file of another version counts as damaged.
     """
 
     def __init__(self, name: str, read: Callable[[Any], Value] = lambda found: found, version: int = 1) -> None:
         self._name, self._value_of, self._version = name, read, version
 
     def paths(self) -> Iterator[Path]:
-        """The files of this store."""
+        """Returns the files of this store."""
         return (cache_folder() / self._name).glob("*.json")
 
     def get(self, key: Key) -> Entry[Value] | None:
-        """What is kept for ``key``; None if nothing is.
+        """Returns the value stored for ``key``, or None.
 
         Raises:
             DamagedError: Its file cannot be used.
         """
         path = self._path(key)
-        if not os.path.isfile(path):  # or its folder cannot be looked into
+        if not os.path.isfile(path):  # also if its folder cannot be read
             return None
         entry = self._read(path)
         if entry.key != key:
@@ -85,7 +85,7 @@ class Store(Generic[Value]):
         return entry
 
     def put(self, key: Key, value: Any) -> None:
-        """Keeps a value that JSON can hold.
+        """Stores a value that JSON can represent.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -95,7 +95,7 @@ class Store(Generic[Value]):
         write_whole(self._path(key), json.dumps(content, indent=1))
 
     def entries(self) -> Iterator[Entry[Value] | DamagedError]:
-        """All values, and what is wrong with the files that hold none."""
+        """Yields all values, and the errors of damaged files."""
         for path in sorted(self.paths()):
             try:
                 yield self._read(path)
@@ -103,7 +103,7 @@ class Store(Generic[Value]):
                 yield error
 
     def clear(self) -> int:
-        """Removes all values. Returns how many files that were."""
+        """Removes all values. Returns the number of files."""
         for path in (paths := list(self.paths())):
             path.unlink(missing_ok=True)
         return len(paths)

@@ -1,4 +1,4 @@
-"""Other processes: each starts in a group of its own, can exchange messages, and ends with all that it has started."""
+"""Other processes: each runs in its own process group, can exchange messages, and ends with all its children."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import Deadline
 
-_PARENT = "LIGHTNING_ACCEL_PARENT"  # by which a worker finds the process that has started it
+_PARENT = "LIGHTNING_ACCEL_PARENT"  # tells a worker how to reach the process that has started it
 _PATIENCE_S, _MOMENT_S = 10.0, 0.2
-_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which Windows does not have
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL
 
 
 class SubprocessError(OSError):
-    """A process has ended before it was told to, or does not answer."""
+    """A process has ended too early, or does not answer."""
 
     def __init__(self, message: str, *, is_memory: bool = False, is_late: bool = False) -> None:
         super().__init__(message)
-        self.is_memory = is_memory  # whether it asked for more memory than there is
-        self.is_late = is_late  # whether it may only have needed more time
+        self.is_memory = is_memory  # whether the process ran out of memory
+        self.is_late = is_late  # whether the process may only have needed more time
 
 
 class _Forked:
-    """What a worker's fork has of ``Popen``."""
+    """The part of ``Popen``'s interface that a worker's fork has."""
 
     def __init__(self, pid: int, worker: Worker) -> None:
         self.pid, self._worker = pid, worker
@@ -47,7 +47,7 @@ class _Forked:
         if self.returncode is None:
             try:
                 self.returncode = int(self._worker.ask(self.pid))
-            except SubprocessError:  # whoever would know is gone, too
+            except SubprocessError:  # the parent, which knows the status, has ended, too
                 self.returncode = -1
         return self.returncode
 
@@ -56,12 +56,12 @@ class _Forked:
 
 
 class Subprocess:
-    """A program in another process, which is ended at the end of the ``with`` block, however that block ends.
+    """A program in another process, which ends with the ``with`` block, also after an exception.
 
     Args:
         command: The program and its arguments.
-        environment: All its variables; None if it has those of this process.
-        folder: The folder that it starts in; None if that is this process's.
+        environment: All its variables. If None, those of this process.
+        folder: Its working folder. If None, this process's.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Subprocess:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process alone
+            start_new_session=True,  # Ctrl-C reaches this process only
         )
         os.close(output)
 
@@ -88,12 +88,12 @@ class Subprocess:
         self.end()
 
     def wait(self) -> int:
-        """The status with which it ends by itself."""
+        """Waits for the process to end; returns its exit status."""
         return self._popen.wait()
 
     def end(self, patience_s: float = _PATIENCE_S) -> None:
-        """Ends it and all that it has started; asks it to end by itself before, if there is patience."""
-        if self._popen.returncode is not None:  # by now another process may have its number
+        """Ends the process and all its children. Unless ``patience_s`` is 0, asks the process to end itself first."""
+        if self._popen.returncode is not None:  # another process may have the number by now
             return
         try:
             if patience_s:
@@ -101,22 +101,22 @@ class Subprocess:
                 with suppress(subprocess.TimeoutExpired):
                     self._popen.wait(patience_s)
         finally:
-            _signal(self._popen.pid, _KILL)  # whoever is left of its group
+            _signal(self._popen.pid, _KILL)  # the remaining processes of its group
             self._popen.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """What it has said at last."""
+        """Returns the last lines of its output."""
         return self._output.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
 
 
 class Worker(Subprocess):
-    """A program that calls :func:`connect` or :func:`serve_forks`, and is told by messages what to do.
+    """A Python program that calls :func:`connect` or :func:`serve_forks`, and is controlled by messages.
 
     Args:
-        program: In Python.
-        arguments: Of the program.
-        environment: Variables that it has beside those of this process.
-        patience_s: How long it may take until it connects, and for an answer.
+        program: The program's source code.
+        arguments: The program's arguments.
+        environment: Variables in addition to those of this process.
+        patience_s: Seconds to wait until it connects, and for each answer.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Worker(Subprocess):
         super().__init__([sys.executable, "-c", program, *arguments], environment=variables)
 
     def fork(self, message: Any) -> Worker:
-        """A process that begins where the program calls :func:`serve_forks`, and does its work with ``message``.
+        """Forks the worker where its program calls :func:`serve_forks`; the fork does its work with ``message``.
 
         Raises:
-            SubprocessError: It does not begin.
+            SubprocessError: The fork does not start.
         """
         worker = copy.copy(self)
         worker._popen = _Forked(self.ask(message), self)
@@ -150,34 +150,34 @@ class Worker(Subprocess):
         return self._accepted()
 
     def ask(self, message: Any) -> Any:
-        """Sends a message and returns the answer; raises as :meth:`answer` does."""
+        """Sends a message and returns the answer. Raises the errors of :meth:`answer`."""
         self.send(message)
         return self.answer()
 
     def send(self, message: Any) -> None:
-        """Sends a message. Whether it has arrived, the answer tells."""
+        """Sends a message. Only the answer shows whether it has arrived."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def answer(self) -> Any:
-        """What it sends next.
+        """Returns the next message from the process.
 
         Raises:
-            SubprocessError: It has ended, or says nothing for a long time.
+            SubprocessError: The process has ended, or sends nothing for ``patience_s``.
         """
         try:
             if self.connection.poll(self._patience_s):
                 return self.connection.recv()
         except (EOFError, ConnectionError):
             status = self.wait()
-            # The system kills a process that has taken all memory.
+            # The system kills a process that uses up all memory.
             raise SubprocessError(f"its process ended with status {status}", is_memory=status == -_KILL) from None
         self.end()
         raise SubprocessError(f"it did not answer within {self._patience_s:.0f} s", is_late=True)
 
     @override
     def end(self, patience_s: float = 0) -> None:
-        """Ends it and all that it has started, at once."""
+        """Ends the process and all its children immediately."""
         super().end(patience_s)
         if "connection" in vars(self):
             self.connection.close()
@@ -201,15 +201,15 @@ class Worker(Subprocess):
 
 
 def connect() -> Connection:
-    """In a worker's process: the connection to the process that has started it."""
+    """Returns, in a worker's process, the connection to the process that has started it."""
     port, authkey = os.environ[_PARENT].split()
     return Client(("127.0.0.1", int(port)), authkey=bytes.fromhex(authkey))
 
 
 def serve_forks(work: Callable[[Any, Connection], None]) -> None:
-    """In a worker's process: forks it for each message, and does ``work`` with the message there.
+    """Forks the worker's process for each message, and calls ``work`` with the message in the fork.
 
-    A number asks for the status with which the fork of that number has ended.
+    A message that is a number asks for the exit status of the fork with that process number.
     """
     with connect() as parent:
         while True:
@@ -228,7 +228,7 @@ def serve_forks(work: Callable[[Any, Connection], None]) -> None:
     with connect() as connection:
         work(message, connection)
     sys.stdout.flush()
-    os._exit(0)  # a fork must not run what its parent has registered for its own end
+    os._exit(0)  # a fork must not run its parent's exit handlers
 
 
 def _signal(group: int, number: int) -> None:

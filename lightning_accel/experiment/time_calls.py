@@ -1,4 +1,4 @@
-"""How long short calls take: the one place that times what is not a training step."""
+"""Times of short calls. No other code times anything but training steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lightning_accel.experiment.pair_schedule import Schedule
 
 Name = TypeVar("Name", bound=Hashable)
 Prepare = Callable[[], AbstractContextManager[Callable[[], object]]]
-"""Prepares a call, and gives the call to time. The context stays open while the call runs."""
+"""Prepares a call, and yields it. The context stays open during the call."""
 
 
 def time_calls(
     calls: Mapping[Name, Prepare],
     device: torch.device,
     *,
-    rounds: int = 1,  # at least
-    seconds: float = 0.0,  # that they go on for, at least
-    most_s: float = math.inf,  # after which no further round begins
-    repeats: int = 1,  # of a call, for one time: more than one where the synchronisation counts
+    rounds: int = 1,  # the least number of rounds
+    seconds: float = 0.0,  # the least total time
+    most_s: float = math.inf,  # no further round begins after this time
+    repeats: int = 1,  # calls for each time: more than one if the synchronisation would matter
 ) -> dict[Name, list[float]]:
-    """Times calls in turns, in an order by a coin. Returns name → seconds per call, of each round.
+    """Times calls in turns, in a random order. Returns name → seconds per call, of each round.
 
-    What is timed is between two synchronisations of the device; who is faster is for the caller to ask.
+    Each time is taken between two synchronisations of the device. The caller decides who is faster.
     """
     schedule, least, most = Schedule(), Deadline(seconds), Deadline(most_s)
     took: dict[Name, list[float]] = {name: [] for name in calls}

@@ -1,12 +1,12 @@
-"""The one rule by which numbers are judged: the candidate's error may be as large as the original's own rounding error.
+"""The one rule for numbers: the candidate's error may be as large as the original's own rounding error.
 
-The same original gives other results if its sums are taken in another legitimate order: with another number of threads,
-in two halves of the batch, with the samples reversed, from inputs in another memory layout. The *spread* is how far
-these are from the same computation in float64. A candidate that is off by more than ``FACTOR`` spreads computes
-something else. Nothing here was fitted to a processor: the spread is measured where the run is. See docs/numbers.md.
+The original itself gives other results if its sums are taken in another legitimate order: with another number of
+threads, in two halves of the batch, with the samples reversed, from inputs in another memory layout. The *spread* is
+the distance of these results from the same computation in float64. A candidate whose error exceeds ``FACTOR`` spreads
+computes something else. No constant was fitted to a processor: each run measures its own spread. See docs/numbers.md.
 
 A spread only grows with the number of orders. So :class:`Measuring` computes another order only while a candidate is in
-doubt, and objects only after it has seen all.
+doubt, and objects only after all orders.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.experiment.passes import Call
 
 FACTOR = 4.0
-"""How many spreads a candidate may be off. A few samples show the size of a spread, but not its largest value."""
+"""The error that a candidate may have, in spreads. A few samples show a spread's size, but not its largest value."""
 
 APART = 1 + 1 / FACTOR
-"""A candidate may differ more from the original's own result than from float64, since both are off."""
+"""A candidate may differ more from the original's own result than from float64, since both have errors."""
 
 _BIAS_FLOOR = 1e-3
-"""Below this, a systematic error cannot be told apart from the bias of rounding."""
+"""Below this, a systematic error cannot be distinguished from the bias of rounding."""
 
 _HALF_PRECISION = 1e-4
 
-_SMALLEST = 0.01  # a share of the largest norm: a smaller tensor may be zero except for rounding
+_SMALLEST = 0.01  # a share of the largest norm: a smaller tensor may be zero apart from rounding
 
-_AT_ONCE = 1 << 14  # numbers that a CPU converts to float64 together: they stay in its cache and in one thread
+_AT_ONCE = 1 << 14  # numbers that a CPU converts to float64 at once: they fit into its cache and one thread
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one result is from another.
+    """The distance of one result from another.
 
     Attributes:
         noise: The largest relative error: the norm of the difference over the norm of the true result.
@@ -62,12 +62,12 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Spread:
-    """How far a candidate may be off.
+    """The allowed error of a candidate.
 
     Attributes:
         allowed: The largest deviation that passes.
         num_orders: The number of orders in which the original was computed, here and for similar computations.
-        is_whole: Whether these were all orders that there are.
+        is_whole: Whether these were all possible orders.
     """
 
     allowed: Deviation = Deviation()
@@ -75,7 +75,7 @@ class Spread:
     is_whole: bool = False
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """How a result is too far off, in words; empty if it is not. ``times`` is a factor on what is allowed."""
+        """Describes how a deviation exceeds ``times`` the allowed one; empty if it does not."""
         for what, off, allowed in (
             ("relative error", found.noise, times * self.allowed.noise),
             ("systematic error", found.bias, times * self.allowed.bias),
@@ -88,8 +88,8 @@ class Spread:
 class Measuring:
     """Measures the spread of an original, as far as a verdict needs it.
 
-    If a run is off by more than the square root of the rounding, it is no other order of the same sums, and it does not
-    count. Batch statistics of half a batch are an example.
+    A run whose error exceeds the square root of the rounding is not another order of the same sums, and does not count.
+    An example are batch statistics of half a batch.
     """
 
     def __init__(
@@ -97,32 +97,32 @@ class Measuring:
         expected: Sequence[Tensor],  # the original's own result
         coarsest: torch.dtype,  # of the dtypes in the computation
         oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,  # computes the original in float64, if it can
-        others: Iterable[Sequence[Tensor]] = (),  # the original in other orders, each computed when it is asked for
-        alike: Spread = Spread(),  # of a similar computation, such as another layer of the model
-        formulas: Iterable[Sequence[Tensor]] = (),  # the original by others, as far off as which gradients may be
-        num_results: int = 0,  # how many of the tensors are results: the others are gradients
+        others: Iterable[Sequence[Tensor]] = (),  # the original in other orders, computed on request
+        alike: Spread = Spread(),  # the spread of a similar computation, such as another layer of the model
+        formulas: Iterable[Sequence[Tensor]] = (),  # the original by other formulas, whose errors gradients may have
+        num_results: int = 0,  # the number of tensors that are results: the others are gradients
     ) -> None:
         eps = torch.finfo(coarsest).eps
-        # In half precision, the last rounding is most of the error. In wider dtypes, a library may round a few times.
+        # In half precision, the last rounding is most of the error. In wider dtypes, a library may round several times.
         self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
         self._expected, self._oracle = expected, oracle
         self._others, self._formulas, self._num_results = iter(others), iter(formulas), num_results
-        self._of_formula = Deviation()  # how far gradients may be off because of a formula
+        self._of_formula = Deviation()  # the error that gradients may have because of a formula
         self._alike = alike
         self._yardstick: Sequence[Tensor] | None = None
         self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, alike.is_whole
 
     @property
     def spread(self) -> Spread:
-        """The spread as far as it is known. It is at least the rounding of the dtype."""
-        # Independent errors average out over a result, and least over the smallest one.
+        """Returns the spread as far as it is known, at least the rounding of the dtype."""
+        # Independent errors average out over a result; least over the smallest result.
         averaged = self._seen.noise / math.sqrt(max(1, min((t.numel() for t in self._expected), default=1)))
         allowed_bias = max(FACTOR * max(self._seen.bias, averaged), _BIAS_FLOOR)
         own = Deviation(FACTOR * self._seen.noise, allowed_bias)
         return Spread(own | self._alike.allowed, self._num_orders + self._alike.num_orders, self._is_whole)
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
-        """How far a candidate is off, and the objection to that; empty if there is none."""
+        """Returns the deviation of a candidate, and the objection to it; empty if there is none."""
         found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
         # The original is at most one spread off the float64 result, whatever that is. So a candidate passes if it
         # differs from the original by no more than the other three. The norms of both results differ by at most the
@@ -138,7 +138,7 @@ class Measuring:
         return found, self.objection(found)
 
     def _is_off_by_formula(self, actual: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
-        """Whether results agree, and gradients are no farther off than by a formula that candidates share."""
+        """Returns whether results agree, and gradients have no larger error than a formula that candidates share."""
         results, gradients = slice(self._num_results), slice(self._num_results, None)
         is_without_oracle = yardstick is self._expected  # perhaps for lack of memory, which a formula may need, too
         if is_without_oracle or self.spread.objection(deviation(actual[results], yardstick[results])):
@@ -150,7 +150,7 @@ class Measuring:
         return not Spread(self.spread.allowed | self._of_formula).objection(found)
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """As :meth:`Spread.objection`. It computes more orders while there is an objection."""
+        """Works like :meth:`Spread.objection`, and computes more orders while there is an objection."""
         while (words := self.spread.objection(found, times)) and self._takes_another():
             pass
         return words and Spread(self.spread.allowed | self._of_formula).objection(found, times)
@@ -166,16 +166,16 @@ class Measuring:
         return True
 
     def _ask_oracle(self) -> Sequence[Tensor]:
-        """Computes the float64 result, and takes the original's own result as the first order."""
+        """Computes the float64 result, and counts the original's own result as the first order."""
         oracle = self._oracle()
-        # If the original is far off its oracle (it overflows, or its shapes depend on rounding), anything would pass.
+        # If the original is far from its oracle (it overflows, or its shapes depend on rounding), anything would pass.
         if oracle is None or not self._take(self._expected, oracle):
             oracle, self._num_orders = self._expected, 1
         self._yardstick = oracle
         return oracle
 
     def _take(self, run: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
-        """Takes a run of the original into account. Returns whether it counts as an order of the same sums."""
+        """Adds a run of the original to the spread. Returns whether it counts as an order of the same sums."""
         if [t.shape for t in run] != [t.shape for t in yardstick]:
             return False
         found = deviation(run, yardstick)
@@ -187,11 +187,10 @@ class Measuring:
 
 
 def deviation(actual: Sequence[Tensor], expected: Sequence[Tensor], *, smallest: float = _SMALLEST) -> Deviation:
-    """How far results are from the true ones; infinitely far if there is a NaN where none belongs.
+    """Returns the deviation of results from the true ones; infinite if NaNs or infinities are in other places.
 
-    The true value of a tensor may be zero except for rounding: the gradient of a bias before a batch norm is. Such a
-    tensor is measured against a share, ``smallest``, of the largest tensor's norm. Infinities and NaNs must be in the
-    same places.
+    The true value of a tensor may be zero apart from rounding, as for the gradient of a bias before a batch norm. Such
+    a tensor is compared with a share, ``smallest``, of the largest tensor's norm.
     """
     pairs = list(zip(actual, expected, strict=True))
     sums = list(itertools.starmap(_sums, pairs))
@@ -213,8 +212,8 @@ def other_orders(
 ) -> Iterator[tuple[Call, AbstractContextManager[Any]]]:
     """Yields the same computation in other orders, each with a context to run it in. The most expensive comes last.
 
-    Some are not possible for some computations, or change their meaning: those do not count as orders of the same sums.
-    Without ``new_kernels``, those that need kernels for other shapes or numbers of threads are left out.
+    Some computations do not allow some orders, or get another meaning: those do not count as orders of the same sums.
+    Without ``new_kernels``, orders that need kernels for other shapes or numbers of threads are left out.
     """
 
     def of_samples(change: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -228,7 +227,7 @@ def other_orders(
         half = batch_size // 2
         first, second = part(slice(half)), part(slice(half, None))
         rest = iter(tensors_in(second))
-        # A result without samples, such as an average over them, cannot be joined. Its shape shows that.
+        # A result without a batch dimension, such as a mean over samples, cannot be joined. Its shape shows that.
         return map_tensors(lambda t: torch.cat([t, next(rest)]) if t.dim() and t.shape[0] == half else t, first)
 
     def turned_round(*args: Any, **kwargs: Any) -> Any:
@@ -246,27 +245,27 @@ def other_orders(
             yield in_halves, nullcontext()
     if device.type == "cpu":
         if new_kernels:
-            # Never more threads: their pool would stay, and would break a later fork of the program.
+            # Never more threads: their pool would stay, and break a later fork of the program.
             yield call, temporarily(torch.get_num_threads, torch.set_num_threads, 1)
-        # torch.backends.mkldnn.flags would set flags of other devices, too, with warnings. This order is last, since
-        # torch's own kernels may take many times as long.
+        # torch.backends.mkldnn.flags would set flags of other devices, too, with warnings. This order comes last,
+        # since torch's own kernels may take many times as long.
         yield call, temporarily(partial(getattr, mkldnn, "enabled"), partial(setattr, mkldnn, "enabled"), False)
 
 
 def is_batched(tensor: Tensor, batch_size: int) -> bool:
-    """Whether the first dimension of ``tensor`` is that of the samples."""
+    """Returns whether the first dimension of ``tensor`` is the batch dimension."""
     return tensor.layout == torch.strided and tensor.dim() > 0 and tensor.shape[0] == batch_size
 
 
 def _transposed_in_memory(tensor: Tensor) -> Tensor:
-    """The same values, with the last two dimensions in the other order in memory."""
+    """Returns the same values with the last two dimensions in the other order in memory."""
     is_plain = tensor.layout == torch.strided and tensor.dim() > 1 and not tensor.is_nested
     return tensor.mT.contiguous().mT if is_plain else tensor
 
 
 def _sums(got: Tensor, want: Tensor) -> list[float]:
-    """Three sums in float64: squares of differences, their products with the true result, and squares of the latter."""
-    # Metal has no float64: there the host compares.
+    """Returns sums in float64: of squared differences, of differences times true results, of squared true results."""
+    # Metal has no float64, so the host compares.
     flat = [(tensor.cpu() if tensor.device.type == "mps" else tensor).reshape(-1) for tensor in (got, want)]
     at_once = _AT_ONCE if flat[1].device.type == "cpu" else max(1, want.numel())
     sums = torch.zeros(3, dtype=torch.float64, device=flat[1].device)

@@ -1,7 +1,7 @@
-"""Trials: the original against a candidate, on the user's own first input. Same numbers? Clearly slower?
+"""Trials: compare the original with a candidate on the user's own first input, by numbers and by speed.
 
-A trial leaves no trace in the run: random streams, buffers, gradients and dispatch modes are as they were. It calls
-both sides again and again: give it torch's own operations on tensors, not code that somebody may be watching.
+A trial leaves no trace in the run: random streams, buffers, gradients and dispatch modes are restored. It calls both
+sides repeatedly: use it for torch's own operations on tensors, not for code whose calls may have other effects.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 
 @dataclass(frozen=True, kw_only=True)
 class NumbersComparison:
-    """What a trial measured.
+    """The measurements of a trial.
 
     Attributes:
-        failure: What the candidate raised, or how its numbers differ; empty if they agree.
+        failure: The candidate's error, or how its numbers differ; empty if they agree.
         cut_short: Whether the trial ended early: ``"failed"`` with an error, or ``"too_dear"`` for the purse.
-        error: The candidate's largest relative error, against the oracle where one was asked.
-        original_ms: Milliseconds of the original, forward and backward, the fewest that were seen; None untimed.
+        error: The candidate's largest relative error, against the oracle if one was computed.
+        original_ms: The least milliseconds of the original, forward and backward; None if untimed.
         candidate_ms: The candidate's.
         left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
-        spread: What it may be off by, as far as that had to be measured.
-        is_same: Whether the candidate's numbers are the original's, to the bit; None where that was not asked.
+        spread: The allowed error, as far as it had to be measured.
+        is_same: Whether the candidate's numbers equal the original's bit by bit; None if not compared.
     """
 
     failure: str = ""
@@ -55,11 +55,11 @@ class NumbersComparison:
 
     @property
     def kind(self) -> VerdictKind:
-        """What the trial came to, as far as numbers say."""
+        """Returns the kind of verdict that the numbers give."""
         return self.cut_short or ("refused" if self.failure else "kept")
 
     def measured(self) -> Measurement:
-        """The figures of numbers and times."""
+        """Returns the figures of numbers and times."""
         return Measurement(
             error=None if self.spread is None else self.error,
             spread=None if self.spread is None else self.spread.allowed.noise / FACTOR,
@@ -70,18 +70,18 @@ class NumbersComparison:
 
 
 class Trial(TrialRuns):
-    """Judges a candidate beside the original: by numbers, and by a few times."""
+    """Compares a candidate with the original: by numbers, and by a few times."""
 
     def numbers(self, original: TrialSide, candidate: TrialSide, *, in_other_orders: bool = True) -> NumbersComparison:
         """Compares outputs and, ``with_gradients``, the gradients of inputs and parameters.
 
-        The oracle is the original in float64, without autocast, on a few samples; what the original is off from it in
-        several orders of its sums is what the candidate may be off (:class:`.Measuring`), on the whole batch too. Where
-        there can be no oracle, the original's own result takes its place. Dropout is off while a few samples show that,
-        and on for the whole batch: what is drawn, and for which element, has to be the same.
+        The oracle is the original in float64, without autocast, on a few samples. The errors of the original against
+        it, in several orders of its sums, are the allowed error of the candidate (:class:`.Measuring`), on the whole
+        batch too. Without an oracle, the original's own result takes its place. Dropout is off for the few samples and
+        on for the whole batch: the draws, and the elements that they belong to, must be the same.
 
-        With ``in_other_orders=False``, for a candidate that does the original's operations in the original's order,
-        both are called once, on ``samples`` of the batch, with the same random numbers.
+        With ``in_other_orders=False``, for a candidate that runs the original's operations in the same order, both are
+        called once, on ``samples`` of the batch, with the same random numbers.
         """
         compared = self._by_spread if in_other_orders else self._by_rounding
         found, left_behind = self._ended(lambda: compared(original, candidate))
@@ -90,7 +90,7 @@ class Trial(TrialRuns):
         return replace(found, left_behind=(*left_behind, *sorted(self._drawn)))
 
     def rehearse(self, side: TrialSide) -> NumbersComparison:
-        """Runs one side once, forward and backward: what is done at its first call only, is done by then."""
+        """Runs one side once, forward and backward, so that work of its first call is done."""
         return self._timed(1, {"candidate": side})
 
     def time(self, original: TrialSide, candidate: TrialSide) -> NumbersComparison:
@@ -107,7 +107,7 @@ class Trial(TrialRuns):
         return self._ended(timed)[0]
 
     def _ended(self, tried: Callable[[], NumbersComparison]) -> tuple[NumbersComparison, list[str]]:
-        """What came out, and what was found changed; nothing that is raised goes further."""
+        """Runs a trial and catches its errors. Returns the result, and what the trial found changed."""
         left_behind: list[str] = []
         self._unpaid.lap()
         try:
@@ -169,7 +169,7 @@ class Trial(TrialRuns):
     def _both(
         self, original: TrialSide, candidate: TrialSide, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], str]:
-        """Both sides' results, and what of the candidate's is otherwise beside its numbers."""
+        """Returns the results of both sides, and how the candidate differs apart from its numbers."""
         expected, before = self._once(original, args, kwargs)
         actual, after = self._once(candidate, args, kwargs)
         if not all(map(same_state, before, after)):
@@ -180,7 +180,7 @@ class Trial(TrialRuns):
         return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
 
     def _judge(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> NumbersComparison:
-        """Whether the candidate is within the spread of the original."""
+        """Returns whether the candidate is within the spread of the original."""
         if [t.shape for t in actual] != [t.shape for t in expected]:
             return NumbersComparison(failure="returns tensors of other shapes than the original")
         if not expected:
@@ -194,10 +194,10 @@ class Trial(TrialRuns):
         )
 
     def _objection(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> str:
-        """What is wrong with the whole batch, where a few samples of it were right."""
+        """Describes an error on the whole batch, after a few samples were correct; empty if there is none."""
         if [t.shape for t in actual] != [t.shape for t in expected]:
             return "returns tensors of other shapes than the original for the whole batch"
-        # A sum over more samples is off by more, as a random walk is.
+        # The error of a sum over more samples is larger, as that of a random walk.
         walked = (self._batch_size / (self.samples or self._batch_size)) ** 0.5
         pairs = list(zip(actual, expected, strict=True))
         for of_samples, times in ((True, APART), (False, APART * walked)):
@@ -214,6 +214,6 @@ def _are_same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a shape have the same strides, where there is more than one element to go through."""
+    """Returns whether two tensors of one shape have the same strides in all dimensions with several elements."""
     strides = zip(one.shape, one.stride(), other.stride(), strict=False)
     return not one.numel() or all(size == 1 or first == second for size, first, second in strides)

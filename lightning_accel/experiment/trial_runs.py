@@ -1,4 +1,4 @@
-"""What a trial runs: either side, and the original in float64, in other orders and by formulas, as its yardsticks."""
+"""The runs of a trial: of either side, and of the original in float64, in other orders and by formulas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_accel.experiment.tolerance import Spread, is_batched, other_order
 
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
-ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: more would take longer in float64 than it tells
-_WIDE = 6.0  # times as long as a candidate's call the original takes in float64, about
+ORACLE_MAX_SAVED_BYTES = 1 << 29  # of activations: with more, float64 takes too long
+_WIDE = 6.0  # the approximate time of the original in float64, as a multiple of a candidate's call
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class TrialSide:
 
     Attributes:
         call: The computation, called with the site's own arguments.
-        state: Entered around it, untimed: whatever makes the model ready for this side.
-        arguments: Makes of the arguments the form in which this side takes them, untimed: another layout, in which its
-            results may lie, too.
+        state: A context around the call, untimed, that prepares the model for this side.
+        arguments: Converts the arguments to this side's form, untimed: another memory layout, for example, which its
+            results may have, too.
     """
 
     call: Call
@@ -43,12 +43,12 @@ class TrialSide:
     arguments: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
     def given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments in this side's form."""
+        """Returns the arguments in this side's form."""
         return (args, kwargs) if self.arguments is None else self.arguments(args, kwargs)
 
 
 class TooDearError(Exception):
-    """There is not enough left for another call."""
+    """The purse cannot pay for another call."""
 
 
 @dataclass
@@ -56,21 +56,21 @@ class TrialRuns:
     """Runs two ways to compute one thing, on copies of one set of arguments.
 
     Attributes:
-        module: The module whose parameters take part; one without any for a computation of its arguments alone.
+        module: The module whose parameters take part; one without parameters if only the arguments do.
         args: The positional arguments, as the user's code passed them.
         kwargs: The keyword arguments.
         with_gradients: Whether to compare and time the backward pass too.
-        samples: How many samples of the batch the oracle sees, so that it never exhausts the memory; None: all.
-        judged: Takes from the outputs what is to be compared.
-        wide: The original, for arguments in float64; by default ``forward`` of a copy of the module in float64.
-        has_dropout: Whether dropout stays on while numbers are compared, for what would be compiled anew without.
-        keeps_strides: Whether outputs have to lie in memory as the original's do.
-        keeps_kernels: Whether the library builds a kernel for every shape, dtype and number of threads, and keeps it:
-            then the original is asked on the whole batch only, and its own result is the yardstick.
-        purse: What has to be able to pay for another call, as long as the one before, or the trial ends; None: no end.
-        alike: The spread of the same computation on other numbers of the same shapes, so far as it was measured.
-        formulas: The same computation by formulas that candidates share: their gradients may be as far off.
-        convolves: Whether there are convolutions in it that are no modules.
+        samples: The number of samples for the oracle, limited to save memory; None: all.
+        judged: Selects from the outputs what is compared.
+        wide: The original for float64 arguments; by default ``forward`` of a copy of the module in float64.
+        has_dropout: Whether dropout stays on in the comparison, for sides that would be recompiled without it.
+        keeps_strides: Whether outputs must have the original's memory layout.
+        keeps_kernels: Whether the library builds and keeps a kernel for every shape, dtype and number of threads. Then
+            the original runs on the whole batch only, and its own result is the yardstick.
+        purse: Must be able to pay for another call as long as the last one, or the trial ends; None: no limit.
+        alike: The spread of the same computation on other numbers of the same shapes, as far as it was measured.
+        formulas: The same computation by formulas that candidates share: their gradients may have the same error.
+        convolves: Whether the computation has convolutions that are not modules.
     """
 
     module: nn.Module
@@ -94,11 +94,11 @@ class TrialRuns:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._batch_size = sizes[0] if sizes else 0
         self._passes = Passes(self.module, self.with_gradients, self.judged)
-        self._drawn: set[str] = set()  # from which streams of others than torch, which nobody replays
+        self._drawn: set[str] = set()  # random streams, apart from torch's, from which a run drew
         self._unpaid = Stopwatch()
 
     def _pay(self) -> float:
-        """Pays for what was done since the last call; that is what the next may take, too."""
+        """Pays for the time since the last call; returns it as an estimate of the next run's time."""
         spent_s = self._unpaid.lap()
         if self.purse is not None:
             self.purse.pay(TRIALS, spent_s)
@@ -112,7 +112,7 @@ class TrialRuns:
         return nullcontext(list[float]()) if self.has_dropout else dropout_off(self.module)
 
     def _once(self, side: TrialSide, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
-        """What it computes, and the states of the random streams after that. Each run begins with the same ones."""
+        """Returns a side's results and the random streams' states after it. Each run begins with the same states."""
         self._ask_purse()
         with self._streams() as before, side.state():
             results = self._passes.results(side.call, *side.given(args, kwargs))
@@ -123,7 +123,7 @@ class TrialRuns:
         return StateSnapshot(None, Level.RANDOM, self._device)
 
     def _samples(self, call: Call) -> tuple[Any, Any]:
-        """The first few samples of the arguments; all of them where the computation wants its whole batch."""
+        """Returns the first few samples of the arguments; all if the computation needs its whole batch."""
         if self.samples is None or self.keeps_kernels or self._batch_size <= self.samples:
             return self.args, self.kwargs
         few = slice(self.samples)
@@ -134,7 +134,7 @@ class TrialRuns:
             with torch.no_grad():
                 copies = map_tensors(Tensor.clone, sliced)
                 call(*copies[0], **copies[1])
-        except Exception:  # (T, B, D) inputs, masks of the batch's size
+        except Exception:  # for example with (T, B, D) inputs or masks of the batch's size
             return self.args, self.kwargs
         return sliced
 
@@ -149,7 +149,7 @@ class TrialRuns:
     def _computed(
         self, sides: Iterable[tuple[TrialSide, AbstractContextManager[Any]]], args: Any, kwargs: Any
     ) -> Iterator[list[Tensor]]:
-        """The results of those that can compute this: views of its input, say, or its kernels, may not allow it."""
+        """Yields the results of the sides that succeed: not every computation or kernel allows every order."""
         for side, setting in sides:
             try:
                 with self._without_dropout(), setting:
@@ -161,11 +161,11 @@ class TrialRuns:
             yield run
 
     def _oracle(self, original: TrialSide, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """The original in float64; None where that cannot be had, or would take too much memory."""
+        """Returns the original's results in float64; None if they cannot be computed or would take too much memory."""
         if self.keeps_kernels or sum(p.numel() * 8 for p in self.module.parameters()) > ORACLE_MAX_BYTES:
             return None
         tensors = (*self.module.parameters(), *self.module.buffers(), *tensors_in((args, kwargs)))
-        if any(t.is_complex() for t in tensors):  # whose imaginary part .to(torch.float64) would drop
+        if any(t.is_complex() for t in tensors):  # .to(torch.float64) would drop the imaginary part
             return None
         self._ask_purse(_WIDE)
         try:
@@ -179,7 +179,7 @@ class TrialRuns:
                 passes = replace(self._passes, module=reference, writes_to_input=False)
                 with torch.autocast(self._device.type, enabled=False):
                     return passes.results(self.wide or reference.forward, args, kwargs)
-        except Exception:  # not every computation has float64 kernels: the original's own result remains
+        except Exception:  # some computations have no float64 kernels: the original's own result is used
             return None
 
     def _coarsest(self, results: Sequence[Tensor]) -> torch.dtype:

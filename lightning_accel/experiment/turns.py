@@ -1,4 +1,4 @@
-"""Turns of live trials: which steps of a training make one, which of them count, and what each took."""
+"""Turns of live trials: groups the steps of a training into turns, decides which turns count, and times them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Generic, Protocol, TypeVar
 
 from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
 
-_WHOLE = 0.9  # of what the turn before had: a turn with less at the end of an epoch is the rest that was left
+_WHOLE = 0.9  # of the elements of the turn before: a smaller turn at the end of an epoch is an incomplete one
 
 
 class TakesTurns(Protocol):
-    """Decides how each turn runs, and is told what it took."""
+    """Decides how each turn runs, and receives its time."""
 
     is_over: bool
 
@@ -25,9 +25,9 @@ Trials = TypeVar("Trials", bound=TakesTurns)
 
 @dataclass
 class _Turn:
-    """From one optimizer step to the next; each of its batches is a step of the timeline."""
+    """The time from one optimizer step to the next; each of its batches is a step of the timeline."""
 
-    untimed: int = 0  # batches whose time is not known
+    untimed: int = 0  # batches whose time is not known yet
     seconds: float = 0.0
     elements: int = 0  # of the tensors in its batches
     repeats: int = 0  # turns in a row that did not count
@@ -37,35 +37,35 @@ class _Turn:
 
 
 class Turns(Generic[Trials]):
-    r"""Cuts a training into turns, and has live trials take them. Until there are trials, hardly anything is done.
+    r"""Cuts a training into turns for live trials. Before the trials begin, it costs almost nothing.
 
     It listens to the timeline of a training. A Trainer and a plain loop differ in this:
 
-    * A Trainer's step has a tail, up to the end of ``on_train_batch_end``, without fetches, and without checkpoints. A
-      plain loop's is from one beginning to the next, with all of that.
-    * A Trainer's turn is the batches whose gradients are accumulated, taken as if each were as large as the first. A
-      plain loop's is one step, and batches are taken to be equally large.
-    * A turn that does not count is taken again in a Trainer with a single rank. Several may not agree on what counts.
+    * A Trainer's step has a tail, up to the end of ``on_train_batch_end``, without fetches and checkpoints. A plain
+    loop's step lasts from one beginning to the next, with all of these.
+    * A Trainer's turn is the batches whose gradients are accumulated; its time is scaled as if every turn had as many
+    elements as the first. A plain loop's turn is one step, and its batches are assumed to be equally large.
+    * In a Trainer with a single rank, a turn that does not count is repeated. Several ranks may disagree on this.
     """
 
     def __init__(self, timeline: StepTimeline) -> None:
-        self.trials: Trials | None = None  # before `start`
+        self.trials: Trials | None = None  # None before `start`
         self._timeline = timeline
         self._repeats = 0
         self._turn = _Turn()
-        self._unheard: deque[_Turn] = deque()  # turns of the trials, in their order, whose time they do not know
+        self._unheard: deque[_Turn] = deque()  # turns, in order, whose times the trials do not know yet
         self._elements = 0  # of the latest turn that counts
         self._typical_elements = 0
 
     def start(self, trials: Trials, *, repeats: int = 0) -> None:
-        """Has ``trials`` take the turns from the next one on. One that does not count is taken again, so often."""
+        """Begins ``trials`` with the next turn. A turn that does not count is repeated up to ``repeats`` times."""
         self.trials, self._repeats = trials, repeats
         self._timeline.listeners.append(self._took)
         self._timeline.has_tails = True
         self._timeline.claim(self, Driver.TURNS)
 
     def stop(self) -> None:
-        """Listens no more."""
+        """Stops listening to the timeline."""
         if self._took in self._timeline.listeners:
             self._timeline.tail_ended()
             self._timeline.has_tails = False
@@ -74,11 +74,11 @@ class Turns(Generic[Trials]):
 
     @property
     def are_taken(self) -> bool:
-        """Whether there are trials, and they are not over."""
+        """Whether there are trials that are not over."""
         return self.trials is not None and not self.trials.is_over
 
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
-        """Told that a step begins, with a batch of so many elements, perhaps the last one of an epoch."""
+        """Begins a step, with a batch of this many elements, perhaps the last one of an epoch."""
         self._timeline.step_began()
         self._timeline.labels[self] = self._turn
         self._turn.untimed += 1
@@ -86,26 +86,26 @@ class Turns(Generic[Trials]):
         self._turn.ends_epoch |= ends_epoch
 
     def step_ends(self) -> None:
-        """Told that the step under way is over, if there is one."""
+        """Ends the current step, if there is one."""
         if self._timeline.driver is self:
             self._timeline.step_ended()
         self._timeline.tail_ended()
 
     def interrupt(self) -> None:
-        """Told that something else than training goes on. If that is timed as a step, the turn does not count."""
+        """Marks the turn as not counting if other work than training is being timed as part of a step."""
         self._turn.is_interrupted |= self._timeline.is_in_step
 
     def next_turn(self) -> None:
-        """Ends the turn under way, tells the trials of the turns whose time is known, and begins the next one."""
+        """Ends the current turn, tells the trials of the turns whose time is known, and begins the next one."""
         assert self.trials is not None, "start() comes first"
         turn = self._turn
         turn.is_over = True
-        if turn.ends_epoch and turn.elements < _WHOLE * self._elements:  # of which fixed costs are a larger part
+        if turn.ends_epoch and turn.elements < _WHOLE * self._elements:  # fixed costs are a larger part of its time
             turn.is_interrupted = True
         if not turn.is_interrupted:
             self._elements = turn.elements
         elif self._unheard and turn.repeats < self._repeats:
-            # Else every pair of an epoch of two steps might lack the same one.
+            # Otherwise, with epochs of two steps, every pair might lack the same side.
             self._unheard[-1] = self._turn = _Turn(repeats=turn.repeats + 1)
             return
         self._tell(self.trials)
@@ -124,7 +124,7 @@ class Turns(Generic[Trials]):
     def _tell(self, trials: Trials) -> None:
         while self._unheard and self._unheard[0].is_over and not self._unheard[0].untimed:
             turn = self._unheard.popleft()
-            if turn.is_interrupted or turn.seconds <= 0:  # somebody has stopped all clocks, as freezegun does
+            if turn.is_interrupted or turn.seconds <= 0:  # 0 if all clocks are stopped, as by freezegun
                 trials.took(None)
                 continue
             self._typical_elements = self._typical_elements or turn.elements

@@ -23,9 +23,9 @@ CLEARLY = 1.03
 DRIFT = 1.2
 """If steps become slower by this factor, earlier results are tested again."""
 
-LATEST = 16  # steps, by which that is seen
+LATEST = 16  # steps from which such a drift is detected
 
-PAIRS = 2  # that a part is timed for
+PAIRS = 2  # for which a part is timed
 
 
 def screen(original: float, candidate: float, *, by: float = CLEARLY) -> Literal["faster", "slower", ""]:

@@ -1,1 +1,1 @@
-"""Live trials: which of the plan's edits are worth their place is decided on the run's own training steps."""
+"""Live trials: the run's own training steps decide which of the plan's edits stay."""

@@ -1,4 +1,4 @@
-"""One comparison of two ways to run a training step: whose turn it is, the times of the turns, and the result."""
+"""One comparison of two ways to run a training step: the order of turns, their times, and the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_accel.experiment.pair_schedule import Schedule
 from lightning_accel.experiment.pair_test import PairTest, RatioInterval, price_of_memory
 
 Choices = Mapping[str, str]
-"""Arm → its choice. Arms that are not named are off."""
+"""Arm → its choice. Arms that are missing are off."""
 
 Verdict = Literal[
     "faster",
@@ -26,38 +26,38 @@ Verdict = Literal[
     "refused in its trial",
 ]
 
-_DELAYED = 3  # so many times what most turns take more is what others have delayed, where they delay the original too:
-_SHOWN_BY = 20  # so many of its turns show that
-_LOOKS = 3  # at the peak, of each side
+_DELAYED = 3  # an excess above this many medians counts as a delay by other code, if the original has such delays:
+_SHOWN_BY = 20  # turns of the original that can show its delays
+_LOOKS = 3  # measurements of peak memory for each side
 
 
 @dataclass(frozen=True)
 class Turn:
     """One turn: a training step, or all steps between two steps of the optimizer."""
 
-    choices: Choices  # how it runs
+    choices: Choices  # the choices with which it runs
     side: int = 0  # 0 for the original, 1 for the candidate
-    pair: int | None = None  # which pair it is one half of; None: it only pays for a switch, and is not counted
+    pair: int | None = None  # the number of its pair; None if the turn only absorbs a switch and does not count
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a comparison ended, in plain values, for checkpoints and JSON."""
+    """The result of a comparison, in plain values, for checkpoints and JSON."""
 
-    name: str  # what was compared
+    name: str  # the name of the comparison
     verdict: Verdict
-    interval: RatioInterval  # how many times as fast the candidate is as the original
-    turns: int  # how many were counted
-    original: dict[str, str] = field(default_factory=dict)  # what was chosen for one side
-    candidate: dict[str, str] = field(default_factory=dict)  # and for the other
-    peak_bytes: tuple[int, ...] = ()  # the most memory that a turn of either has held; empty where that was not seen
+    interval: RatioInterval  # the candidate's speed as a multiple of the original's
+    turns: int  # the number of turns that counted
+    original: dict[str, str] = field(default_factory=dict)  # the choices of one side
+    candidate: dict[str, str] = field(default_factory=dict)  # the choices of the other side
+    peak_bytes: tuple[int, ...] = ()  # the peak memory of a turn of each side; empty if not measured
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:
-        """Reads what :func:`dataclasses.asdict` has written, directly or through JSON.
+        """Makes a result from the output of :func:`dataclasses.asdict`, directly or through JSON.
 
         Raises:
-            KeyError, TypeError: It did not.
+            KeyError, TypeError: The state has another form.
         """
         plain = {"interval": RatioInterval(**state["interval"]), "peak_bytes": tuple(state["peak_bytes"])}
         return cls(**{**state, **plain})
@@ -78,12 +78,12 @@ class ArmComparison:
         *,
         settle: int,  # turns after a switch that are not counted
         schedule: Schedule,
-        test: PairTest,  # one that was begun earlier, of the same two sides, goes on
-        max_pairs: int,  # after which nothing can be told, unless the candidate is about to win
-        most_pairs: int,  # after which it cannot in any case
-        allowance: float,  # what the candidate may cost, in turns of a plain run
-        original_gain: float = 1.0,  # over a plain run: only what is slower than plain costs
-        has_setup: bool = False,  # in the candidate's first turn, after which another one fills the caches
+        test: PairTest,  # may be one of the same two sides that was begun earlier
+        max_pairs: int,  # pairs after which the result is open, unless the candidate is about to win
+        most_pairs: int,  # pairs after which the result is open in any case
+        allowance: float,  # the largest cost of the candidate, in turns of a plain run
+        original_gain: float = 1.0,  # the original's speed over plain: only turns slower than plain cost
+        has_setup: bool = False,  # whether the candidate's first turn has a setup; another one then fills the caches
     ) -> None:
         self.name = name
         self.original, self.candidate = original, candidate
@@ -94,24 +94,24 @@ class ArmComparison:
         self._has_setup = has_setup
         self._test = test
         self._first_pair = len(self._test)
-        self._length = 1 + settle  # turns of a side in a row: the dearer the switch, the more
+        self._length = 1 + settle  # counted turns of a side in a row: more if a switch is expensive
         self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
-        self._uncounted: list[float] = []  # of the candidate
-        self._excess: list[float] = []  # of its turns over a plain one, in these
-        self._original_s: list[float] = []  # of the original's
+        self._uncounted: list[float] = []  # seconds of the candidate's turns that do not count
+        self._excess: list[float] = []  # extra time of its turns over a plain turn, in plain turns
+        self._original_s: list[float] = []  # seconds of the original's turns
         self._charged = 0.0
         self._turns = self._all_turns(schedule)
         self._peaks: dict[int, int] = {}
-        self._looks = [0, 0]  # at them, of each side
+        self._looks = [0, 0]  # measurements of peak memory for each side
         self._failure: Verdict | None = None
 
     def next_turn(self) -> Turn:
-        """Whose turn it is."""
+        """Returns the next turn."""
         return next(self._turns)
 
     def _all_turns(self, schedule: Schedule) -> Iterator[Turn]:
         side = 0
-        for side in (0, 1):  # for the first time: caches fill, kernels are chosen, memory is found
+        for side in (0, 1):  # first turns: caches fill, kernels are chosen, memory is allocated
             for _ in range(1 + self._settle + side * self._has_setup):
                 yield Turn(self._sides[side], side)
         for pair in itertools.count(self._first_pair):
@@ -124,7 +124,7 @@ class ArmComparison:
                     yield Turn(self._sides[here], here, pair)
 
     def took(self, turn: Turn, seconds: float | None) -> bool:
-        """Takes the time of a turn; None if something else came in between. Returns whether a pair is complete."""
+        """Adds the time of a turn; None if the turn was interrupted. Returns whether a pair is complete."""
         if turn.pair is None:
             if turn.side == 1 and seconds is not None:
                 self._uncounted.append(seconds)
@@ -148,23 +148,23 @@ class ArmComparison:
         return True
 
     def peaked(self, turn: Turn, peak_bytes: int) -> None:
-        """Takes the peak memory of a turn. The latest one counts: it makes nothing for the first time."""
+        """Sets a side's peak memory from a turn. The latest turn counts, since it initialises nothing."""
         self._peaks[turn.side] = peak_bytes
         self._looks[turn.side] += 1
 
     def needs_peak(self, turn: Turn) -> bool:
-        """Whether to measure the memory of a turn: of some that are not timed, since it takes time."""
+        """Returns whether to measure the memory of a turn: in a few turns that do not count, since it takes time."""
         return turn.pair is None and self._looks[turn.side] < _LOOKS
 
     def failed(self, verdict: Verdict) -> None:
-        """Ends the comparison: the candidate cannot run."""
+        """Ends the comparison, since the candidate cannot run."""
         self._failure = verdict
 
     @property
     def cost(self) -> float:
-        """The cost of the candidate, in turns of a plain run.
+        """Returns the cost of the candidate, in turns of a plain run.
 
-        Where others delay some turns, hooks of the user's say, the original has turns that are as long: in a while.
+        If other code, such as the user's hooks, delays some turns, some of the original's turns become as long.
         """
         if not self._excess:
             return 0.0
@@ -174,18 +174,18 @@ class ArmComparison:
         return sum(excess if excess > is_ours else min(excess, usual) for excess in self._excess)
 
     def charge(self) -> float:
-        """The growth of that cost since the last charge; negative if the candidate is faster than plain."""
+        """Returns the growth of the cost since the last charge; negative if the candidate is faster than plain."""
         more = self.cost - self._charged
         self._charged += more
         return more
 
     @property
     def gain_s(self) -> float:
-        """The mean seconds that a turn of the candidate saves against the original."""
+        """Returns the mean seconds that a turn of the candidate saves against the original."""
         return self._test.gain_s
 
     def result(self) -> Result | None:
-        """The result; None while the comparison goes on."""
+        """Returns the result; None while the comparison goes on."""
         verdict = self._verdict()
         turns = 2 * self._length * len(self._test)
         if verdict is None:
@@ -204,7 +204,7 @@ class ArmComparison:
             return "needs more memory"
         if outcome:
             return outcome
-        # Without the dearest turn: one with a hiccup in it may take longer than all the others.
+        # Without the longest turn: a single hiccup may take longer than all other turns.
         cost = self.cost - max(0.0, *self._excess, 0.0)
         if len(self._test) > self._first_pair and cost > self._allowance * (1 + self._test.is_mostly_faster):
             return "too dear to try on"

@@ -12,11 +12,11 @@ from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.tuning_result import Tuning
 
-_QUIET_STEPS = 2  # after the trials of the parts, for caches to fill
+_QUIET_STEPS = 2  # steps after the techniques' own trials, in which caches fill
 
 
 class LoopTuning:
-    """Has the arms of an engine take turns on the ``steps`` of a loop, or about as many."""
+    """Runs live trials of an engine's arms in a loop of about ``steps`` steps."""
 
     def __init__(self, engine: Engine, device: torch.device, steps: int) -> None:
         self._engine, self._steps_left = engine, steps
@@ -26,11 +26,11 @@ class LoopTuning:
 
     @property
     def tuning(self) -> Tuning | None:
-        """What the trials have come to; None before they began."""
+        """Returns the results of the trials; None before they began."""
         return None if self._turns.trials is None else self._turns.trials.tuning
 
     def step_begins(self) -> None:
-        """Ends the turn under way, and begins the next one."""
+        """Ends the current turn, and begins the next one."""
         self._steps_left -= 1
         if self._is_closed:
             return
@@ -46,15 +46,15 @@ class LoopTuning:
         turns.step_begins()
 
     def interrupt(self) -> None:
-        """Tells that something else than training goes on: the turn does not count."""
+        """Excludes the current turn, since other work than training follows."""
         self._turns.interrupt()
 
     def close(self) -> None:
-        """Switches nothing any more."""
+        """Ends the trials: nothing is switched any more."""
         self._is_closed = True
 
     def _trials(self) -> LiveTrials:
-        # A deterministic run decides nothing by the clock.
+        # A deterministic run bases no decision on time measurements.
         arms = [] if torch.are_deterministic_algorithms_enabled() else self._engine.arms()
 
         def put(choices: Choices) -> None:

@@ -1,6 +1,6 @@
-"""A model in words that two processes have in common: what its modules hold beside their parameters.
+"""The fingerprint of a model: equal in two processes if its modules hold the same values beside parameters.
 
-Where something cannot be told, as an object of a compiled library that shows its address alone, nothing is.
+If a part cannot be described, such as an object whose text is only its address, there is no fingerprint.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lightning_accel.experiment.digest import digest
 from lightning_accel.ops.arrays import tensor_as_numpy
 
 WHOLE_BYTES = 1 << 16
-"""Of a tensor every byte of which counts; of a larger one a sample does."""
+"""The largest size of a tensor of which every byte counts; a larger tensor is sampled."""
 
 SAMPLE = 1 << 14  # elements
 
 MOST = 20_000
-"""Values: to describe a vocabulary with more takes longer than a trial."""
+"""Values. The description of more, as in a large vocabulary, takes longer than a trial."""
 
 _OWN = frozenset(vars(nn.Module()))
 _HOOKS = sorted(name for name in _OWN if name.endswith("_hooks"))
@@ -43,7 +43,7 @@ _PLAIN: tuple[type, ...] = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, datetime.date, datetime.timedelta, decimal.Decimal),
 )
 
-# Those of these are handles, which lead on to all that a run consists of, or random streams: their class is enough.
+# Objects of these packages are handles, which lead to the whole run, or random streams: their class is enough.
 _HANDLES = {
     *("torch", "lightning", "pytorch_lightning", "lightning_accel"),
     *("logging", "threading", "_thread", "weakref", "random"),
@@ -51,14 +51,14 @@ _HANDLES = {
 
 
 class UntoldError(Exception):
-    """Something of a model cannot be told in words that hold for another process, too."""
+    """A part of a model has no description that holds in another process."""
 
 
 def described(model: nn.Module) -> str:
-    """A digest of every module's class, mode, attributes, buffers, and number of hooks.
+    """Returns a digest of every module's class, mode, attributes, buffers, and number of hooks.
 
     Raises:
-        UntoldError: Something of it cannot be told.
+        UntoldError: A part of the model cannot be described.
     """
     return digest(*_Description(model).words())
 
@@ -67,7 +67,7 @@ class _Description:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._sites = {id(module): name for name, module in self._modules.items()}
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the object, so that no other gets its id
+        self._seen: dict[int, tuple[int, Any]] = {}  # keeps the object alive, so that its id is not reused
         self._left = MOST
 
     def words(self) -> Iterator[str]:
@@ -105,7 +105,7 @@ class _Description:
     def _new(self, value: Any) -> Iterator[str]:
         if isinstance(value, Tensor):
             yield _tensor(value)
-        elif isinstance(value, nn.Module):  # one that its owner hides from torch
+        elif isinstance(value, nn.Module):  # a module that is not registered as a submodule
             for name, part in value.named_modules():
                 yield name
                 yield from self._module(part) if id(part) not in self._sites else ()
@@ -130,10 +130,10 @@ class _Description:
 
     def _function(self, function: types.FunctionType) -> Iterator[str]:
         yield _name(function)
-        if function.__module__.startswith("lightning_accel."):  # an edit of ours, which the plan tells
+        if function.__module__.startswith("lightning_accel."):  # an edit of ours, which the plan determines
             yield from self._all([wrapped] if (wrapped := getattr(function, "__wrapped__", None)) else [])
             return
-        if "<" in function.__qualname__:  # a lambda, or within a function: its name alone does not tell it
+        if "<" in function.__qualname__:  # a lambda or an inner function, whose name is ambiguous
             yield from self._any(function.__code__)
         yield from self._all([function.__defaults__, function.__kwdefaults__])
         for cell in function.__closure__ or ():
@@ -183,7 +183,7 @@ def _tensor(tensor: Tensor) -> str:
         return words
     values = tensor.detach()
     if tensor.nbytes > WHOLE_BYTES:
-        # An odd step: it is to come to every column of a mask.
+        # The step is odd, so that the sample reaches every column of a mask.
         sample = torch.arange(0, tensor.numel(), tensor.numel() // SAMPLE | 1, device=tensor.device)
         values = values[torch.unravel_index(sample, tensor.shape)]
     values = values.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()

@@ -1,10 +1,10 @@
-"""What live trials ask, in which order: which arms a run has is decided by comparisons, one after the other.
+"""The order of live trials: comparisons, one after the other, decide which arms a run has.
 
-First the whole plan against the plain run. Then every arm, the one with the most to gain first: the run with it against
-the run without it; last those that have to be set up. What has won stays; what has not goes, though it may cost
-nothing. Then the audit: what is left against the plain run again; where it is not faster for sure, arms are taken back
-one by one, and all in the end. While the run lives, a pair of turns every so often, and a new audit where the time of a
-step has drifted, keep the promise that it is never slower than plain.
+First the whole plan is compared with the plain run. Then every arm, the one with the largest possible gain first: the
+run with it against the run without it. Arms that need a setup come last. Arms that win stay; arms that do not are
+removed, even if they cost nothing. Then the audit compares the remaining arms with the plain run again. If they are not
+certainly faster, arms are removed one by one, in the end all of them. During the rest of the run, an occasional pair of
+turns, and a new audit if the time of a step has drifted, keep the promise that the run is never slower than plain.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ ALPHA = 0.01
 """The rate of false winners: of 100 runs in which nothing is faster than plain, at most one ends with a winner."""
 
 MIN_TURNS = 60
-"""The least number of turns. A shorter run cannot find out what pays: earlier runs or the rules decide for it."""
+"""The least number of turns. A shorter run is too short for trials: earlier runs or the rules decide for it."""
 
 AUDIT = "audit"
 _WATCH_EVERY = 100  # turns of a settled run, from one pair to the next
-_HEAD_START = 50  # turns of a long run with a proven plan before its audit, if it is faster at a first look
+_HEAD_START = 50  # turns of a long run with a proven plan before its audit, if the plan is faster in a first test
 _ENDLESS = 1e9  # turns
-_MAX_PAIRS = 200  # of one comparison, in the longest of runs
-_MIN_PAIRS = 14  # that can prove anything, a bad pair among them
-_WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the turns left, that a comparison may take
-_PROMISING_SHARE = 0.5  # the same while it is about to be won
-_CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # whatever it may gain
-_LEAST_GAIN = 0.02  # of a step: what could gain less is not asked
+_MAX_PAIRS = 200  # of one comparison, in the longest runs
+_MIN_PAIRS = 14  # the fewest that can prove anything, with one bad pair among them
+_WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the remaining turns, for one comparison
+_PROMISING_SHARE = 0.5  # the same for a comparison that is about to be won
+_CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # verdicts that outweigh any gain
+_LEAST_GAIN = 0.02  # a share of a step: arms that could gain less are not compared
 
 
 Course = Generator[ArmComparison | None, Result | None, None]
 
 
 class Questions:
-    """Asks the questions about the arms of a run, as comparisons. Its caller runs their turns."""
+    """Asks questions about the arms of a run in the form of comparisons. The caller runs their turns."""
 
     def __init__(
         self,
         arms: Sequence[Arm],
-        turns: float,  # of the run, at least about; infinite where it does not end by itself
+        turns: float,  # the approximate number of turns of the run; infinite if it does not end by itself
         *,
-        say: Callable[[str], None],  # told of what is decided, in a line each
+        say: Callable[[str], None],  # receives a line for each decision
         gather: Callable[[Any], list[Any]] | None,  # from one value to those of all ranks; None with one process
-        known: Tuning | None,  # by earlier trials
-        purse: Purse | None = None,  # what the run may pay; None: what its length allows
+        known: Tuning | None,  # the results of earlier trials
+        purse: Purse | None = None,  # pays for trials; if None, the length of the run limits them
     ) -> None:
         whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
         self.tuning = known or Tuning(whole)
-        self._is_own = known is not None and not known.is_earlier  # settled by this run, before it began again
+        self._is_own = known is not None and not known.is_earlier  # settled by this run before it was resumed
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
         seed = torch.initial_seed()
@@ -72,17 +72,17 @@ class Questions:
         self._latest = LatestTimes()
 
     def _waits_for_money(self) -> bool:
-        """Whether the run cannot pay for a question yet, but will be able to."""
+        """Returns whether the run cannot pay for a question yet, but will be able to."""
         return self._left > 2 * MIN_TURNS and self._budget.is_to_come
 
     def _all_questions(self, is_trusted: bool) -> Course:
-        """Yields one comparison after the other, and None while there is none. It is sent the result of each."""
+        """Yields comparisons one after the other, and None while there is none. Receives the result of each."""
         tuning = self.tuning
         least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
         if self._arms and self._left >= least_turns and not is_trusted:
             yield from self._settled_by(self._later_questions() if tuning.is_settled else self._first_questions())
         elif not (tuning.is_settled or is_trusted):
-            is_asked = self._budget.purse is None  # else what no steps can prove is not to stay
+            is_asked = self._budget.purse is None  # with a purse, arms that the run cannot test must not stay
             self._hold({n: choice for n, choice in tuning.choices.items() if is_asked and not self._arms[n].starts_off})
         while True:
             yield from self._watch()
@@ -111,7 +111,7 @@ class Questions:
         yield from self._audit(everything if has_won and not has_failed else None)
 
     def _later_questions(self) -> Course:
-        """Audits, after a while, what an earlier run has settled; then asks what could not be asked before."""
+        """Audits an earlier run's results after a while; then asks the questions that the earlier run could not."""
         held, is_own = self.tuning.choices, self._is_own
         proven = held if self.tuning.is_proven else None
         if proven is not None and not is_own and self._left >= _HEAD_START + 2 * self._least_turns({}, held):
@@ -129,14 +129,14 @@ class Questions:
             yield from self._audit(before if self.tuning.is_proven else None)
 
     def _new_arms(self) -> list[Arm]:
-        """The arms that the earlier run did not have, for example because it could not pay for their trials."""
+        """Returns the arms that the earlier run did not have, for example because it could not pay for their trials."""
         results = self.tuning.results
         known = {*self.tuning.choices, *(results[WHOLE].candidate if WHOLE in results else ())}
         known |= {name.removeprefix("without ").partition("=")[0] for name in results}
         return [arm for name, arm in self._arms.items() if name not in known and arm.setup is None]
 
     def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
-        """Compares the run with an arm and without it, or a choice of the arm and the choice that holds."""
+        """Compares the run with an arm and without it, or a choice of the arm with the current choice."""
         held = dict(self.tuning.choices)
         without = {name: kept for name, kept in held.items() if name != arm.name}
         with_it = {**without, arm.name: choice}
@@ -157,7 +157,7 @@ class Questions:
         self._hold(with_it if result.is_won else original)
 
     def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
-        # An audit may follow, which takes as long at least.
+        # An audit may follow, which takes at least as long.
         if not self._budget.is_enough or self._left < 2 * self._least_turns(original, candidate):
             return False
         if not self._setups.is_affordable(arm, self._budget.turns, self._latest):
@@ -167,11 +167,11 @@ class Questions:
         return arm.gain_ms / 1e3 >= _LEAST_GAIN * self._latest.typical_s
 
     def _audit(self, proven: Choices | None = None) -> Course:
-        """Compares what holds with the plain run. If it has not won, its smallest arm goes, until nothing is left.
+        """Compares the current choices with the plain run. If they do not win, removes their weakest arm, and so on.
 
         Args:
-            proven: The plan that ``tuning.whole`` has shown to be faster. While it is not refuted, it holds where
-                nothing else can be shown to be.
+            proven: The plan that ``tuning.whole`` has shown to be faster. Until it is refuted, it stays if no other
+                plan is shown to be faster.
         """
         while held := dict(self.tuning.choices):
             if proven is not None and held != proven and self._left < self._least_turns({}, held):
@@ -192,14 +192,14 @@ class Questions:
             self._hold(proven)
 
     def _gain_of(self, name: str) -> float:
-        """The factor by which an arm has made the run faster. Each choice was compared with the one before it."""
+        """Returns the factor by which an arm has made the run faster. Each choice was compared with the one before."""
         arm, held = self._arms[name], self.tuning.choices[name]
         results = {choice: self.tuning.results.get(_question(arm, choice)) for choice in arm.choices}
         asked = {choice: result for choice, result in results.items() if result is not None}
         return math.prod(r.interval.ratio for choice, r in asked.items() if r.is_won or choice == held)
 
     def _watch(self) -> Course:
-        """Watches a settled run: nothing for a while, then a pair, or an audit if steps take longer than before."""
+        """Watches a settled run: waits, then runs a pair of turns, or an audit if steps have become slower."""
         self._latest = LatestTimes()
         test = PairTest(ALPHA)
         while len(test) < _MAX_PAIRS:
@@ -209,7 +209,7 @@ class Questions:
                 if turn % LATEST == 0 and (has_drifted := self._latest.have_drifted):
                     break
             held = self.tuning.choices
-            if not held or self._left < self._least_turns({}, held):  # no audit could end any more
+            if not held or self._left < self._least_turns({}, held):  # too few turns are left for an audit
                 continue
             if has_drifted:
                 self._say("a step takes longer than it did: what holds is tried against the plain run again")
@@ -278,7 +278,7 @@ class Questions:
 
     def _turns_a_pair(self, original: Choices, candidate: Choices) -> float:
         settle = self._settle(original, candidate)
-        return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that the last one ended with
+        return 2 * (1 + settle) + 1.5 * settle  # half of the pairs begin with the side that ended the pair before
 
     def _hold(self, choices: Choices, whole: Result | None = None) -> None:
         self.tuning.choices = {name: choice for name, choice in choices.items() if name not in self._setups.lost}
@@ -291,5 +291,5 @@ def _question(arm: Arm, choice: str) -> str:
 
 
 def _order(arm: Arm) -> tuple[bool, bool, float]:
-    """Sorts arms: the largest possible gain first, and arms that need a setup last if the time of a step is known."""
+    """Returns an arm's sort key: setups last; then the largest possible gain first, an unknown gain before all."""
     return arm.setup is not None, arm.asked_alone, -math.inf if arm.gain_ms is None else -arm.gain_ms

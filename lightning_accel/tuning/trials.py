@@ -1,7 +1,7 @@
-"""Live trials: arms take turns on the run's own training steps, each of which trains.
+"""Live trials: arms take turns on the run's own training steps. Each of these steps trains.
 
-Which question comes next is decided in :mod:`lightning_accel.tuning.trial_scheduler`. Here are the turns: which run
-how, which count, and what is switched between them.
+:mod:`lightning_accel.tuning.trial_scheduler` decides which question comes next. This module runs the turns: the choices
+of each turn, the turns that count, and the switches between turns.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from lightning_accel.tuning.comparison import ArmComparison, Choices, Result, Tu
 from lightning_accel.tuning.trial_scheduler import Course, Questions
 from lightning_accel.tuning.tuning_result import Tuning
 
-_GATHERED_EVERY = 8  # turns, by several ranks
+_GATHERED_EVERY = 8  # turns between two exchanges of several ranks
 
 
 class LiveTrials(Questions):
-    """Decides which arms a run has, by turns of its own."""
+    """Decides which arms a run has, from the times of its turns."""
 
     def __init__(
         self,
         arms: Sequence[Arm],
         turns: float,
         *,
-        put: Callable[[Choices], None] = lambda choices: None,  # told of a turn's choices, after the arms have been
+        put: Callable[[Choices], None] = lambda choices: None,  # receives a turn's choices, after the arms were set
         say: Callable[[str], None] = lambda line: None,
-        peak: PeakMemory | None = None,  # a window on the memory of the device, where one can be had
+        peak: PeakMemory | None = None,  # measures the device's peak memory, if that is possible
         gather: Callable[[Any], list[Any]] | None = None,
         known: Tuning | None = None,
-        is_trusted: bool = False,  # whether it does without an audit: a resumed run's own, say
+        is_trusted: bool = False,  # whether ``known`` needs no audit, such as a resumed run's own results
         purse: Purse | None = None,
     ) -> None:
         super().__init__(arms, turns, say=say, gather=gather, known=known, purse=purse)
-        self._set_up: Turn | None = None  # the turn in which something is
+        self._set_up: Turn | None = None  # the turn in which an arm is set up
         self._put, self._peak, self._gather = put, peak, gather
         self._in_force: dict[str, str] = {
             arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.starts_off
         }
-        self._pending: deque[tuple[ArmComparison | None, Turn]] = deque()  # begun, and not timed yet
-        self._timed: deque[float | None] = deque()  # what the first of them took, in their order
+        self._pending: deque[tuple[ArmComparison | None, Turn]] = deque()  # begun, but not evaluated yet
+        self._timed: deque[float | None] = deque()  # the times of the first of these, in order
         self._begun = 0
-        self._metered: tuple[ArmComparison, Turn] | None = None  # whose peak of memory is being looked at
-        self._peaks: list[tuple[ArmComparison, Turn, int]] = []  # not heard of yet
+        self._metered: tuple[ArmComparison, Turn] | None = None  # the turn whose peak memory is being measured
+        self._peaks: list[tuple[ArmComparison, Turn, int]] = []  # not evaluated yet
         self._has_given_up = False
-        self.is_over = False  # whether the rest of the run is the user's own code: nobody needs to tell of turns
+        self.is_over = False  # whether the rest of the run is the user's own code and needs no turns
         self._comparison: ArmComparison | None = None
-        self._course: Course = self._all_questions(is_trusted)  # its first is asked at the first turn
+        self._course: Course = self._all_questions(is_trusted)  # starts at the first turn
 
     # -- a turn ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Puts the choices in force with which the next turn runs."""
+        """Applies the choices of the next turn."""
         if self.is_over:
             return
         self._begun += 1
@@ -81,13 +81,13 @@ class LiveTrials(Questions):
             self._peak.restart()
 
     def took(self, seconds: float | None) -> None:
-        """Takes the time of the first turn that has none yet; None if something else came in between."""
+        """Adds the time of the first turn without one; None if the turn was interrupted."""
         self._timed.append(seconds)
 
     def failed(self, verdict: Verdict) -> bool:
-        """Ends the comparison if a step of its candidate has raised. Returns whether it was the candidate's.
+        """Ends the comparison if its candidate's step raised an error. Returns whether it was the candidate's step.
 
-        The original is then in force. Several ranks cannot do so, as the others know nothing of it.
+        The original is then in force. With several ranks this is impossible, since the other ranks do not know.
         """
         comparison = self._on_trial(side=1)
         if comparison is None:
@@ -98,9 +98,9 @@ class LiveTrials(Questions):
         return True
 
     def original_failed(self) -> bool:
-        """Ends the comparison if memory ran out in its original's turn: the candidate holds. Returns whether it did.
+        """Ends the comparison, and keeps the candidate, if the original ran out of memory. Returns whether it did.
 
-        It may fit where the original does not. Nothing more is asked, as the original would have to run for that.
+        The candidate may fit where the original does not. No more questions follow: the original would have to run.
         """
         comparison = self._on_trial(side=0)
         more = {} if comparison is None else dict(comparison.candidate.items() - comparison.original.items())
@@ -114,17 +114,17 @@ class LiveTrials(Questions):
         return True
 
     def _on_trial(self, side: int) -> ArmComparison | None:
-        """The comparison of the turn under way, if the turn is of this side; None on several ranks."""
+        """Returns the comparison of the current turn if the turn is of this side; None on several ranks."""
         if not self._pending or self._gather is not None:
             return None
         comparison, turn = self._pending[-1]
         return comparison if comparison is self._comparison and turn.side == side else None
 
     def lose(self, name: str) -> None:
-        """Leaves an arm out for the rest of the run. It is off by now, and a candidate with it has lost."""
+        """Removes an arm for the rest of the run. It is off already; a comparison that contains it ends."""
         if self._arms.pop(name, None) is None:
             return
-        self._is_own = False  # what is left of it was not measured
+        self._is_own = False  # the plan without this arm was not measured
         self._setups.lost.add(name)
         self._in_force.pop(name, None)
         self._hold(self.tuning.choices)
@@ -136,18 +136,18 @@ class LiveTrials(Questions):
 
     def give_up(self) -> None:
         """Ends the trials on all ranks: this rank has nothing left to switch, and the rest of the run is plain."""
-        self._has_given_up = not self.is_over  # by then, nobody asks
+        self._has_given_up = not self.is_over  # once it is over, no rank asks
         self.tuning.choices, self.tuning.is_settled = {}, True
         self._in_force = {}
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
     def _is_all_decided(self) -> bool:
-        # All ranks find that at the same turn, one at which they have heard of each other.
+        # All ranks find this out at the same turn, one at which they exchange times.
         has_heard = self._gather is None or (self._begun % _GATHERED_EVERY == 0 and not self._has_given_up)
         return (self.tuning.is_settled or not self._arms) and has_heard
 
     def _take_up(self) -> None:
-        """Evaluates the time and the memory of turns: at once, or every few turns if ranks have to agree."""
+        """Evaluates the times and the memory of turns: at once, or every few turns if ranks have to agree."""
         times, peaks = list(self._timed), [peak_bytes for *_, peak_bytes in self._peaks]
         if self._gather is not None:
             if self._begun % _GATHERED_EVERY:
@@ -158,7 +158,7 @@ class LiveTrials(Questions):
                 self._choose({})
                 self.give_up()
                 return
-            # The slowest rank's, of the turns that all have timed, and the most that one of them has held.
+            # Over all ranks: the longest time of each turn that all have timed, and the largest peak memory.
             timed, held = zip(*ranks, strict=True)
             times = [None if None in each else max(each) for each in zip(*timed, strict=False)]
             peaks = [max(each) for each in zip(*held, strict=False)]
@@ -170,7 +170,7 @@ class LiveTrials(Questions):
             asking, turn = self._pending.popleft()
             seconds = None if turn is self._set_up else seconds
             if (purse := self._budget.purse) is not None and seconds is not None and not turn.choices:
-                purse.step_took(seconds / purse.steps_a_turn)  # the first ones may have been slow
+                purse.step_took(seconds / purse.steps_a_turn)  # replaces the times of the first, perhaps slow, steps
             if asking is None:
                 self._note_settled(seconds)
             elif not self.tuning.is_settled and seconds is not None:
@@ -188,7 +188,7 @@ class LiveTrials(Questions):
 
     def _end_setups(self) -> None:
         seconds = self._setups.end()
-        if self._latest:  # else it is an earlier run's plan that was set up, and this run is not charged for trials
+        if self._latest:  # otherwise an earlier run's plan was set up, which is not charged as a trial
             self._budget.spend(seconds / self._latest.typical_s)
         if self._comparison is not None and self._comparison.name.partition("=")[0] in self._setups.lost:
             self._comparison.failed("refused in its trial")

@@ -1,4 +1,4 @@
-"""What live trials have settled, kept for later runs of the same model on the same machine."""
+"""The cache of settled live trials, for later runs of the same model on the same machine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.tuning_result import Tuning
 
 TUNINGS = Store("tuning", lambda found: replace(Tuning.from_dict(found), is_earlier=True))
-"""By :func:`run_key`."""
+"""The settled trials, by :func:`run_key`."""
 
 
 def run_key(model: nn.Module, batch: Any, host: str, arms: Sequence[Arm] = ()) -> dict[str, str]:
-    """What decisions hang on: parameters, the shapes of a batch to the next power of two, machine, versions, arms."""
+    """Returns the key of a run: parameters, batch shapes up to the next power of two, machine, versions, arms."""
     shapes = [[(size - 1).bit_length() for size in t.shape] for t in tensors_in(batch) if not t.is_nested]
     return {
         "model": f"{type(model).__qualname__} {digest(parameters_of(model))}",
@@ -33,5 +33,5 @@ def run_key(model: nn.Module, batch: Any, host: str, arms: Sequence[Arm] = ()) -
 
 
 def parameters_of(model: nn.Module) -> list[tuple[Any, ...]]:
-    """The parameters' names, shapes and dtypes."""
+    """Returns the parameters' names, shapes, dtypes and whether each needs a gradient."""
     return [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]

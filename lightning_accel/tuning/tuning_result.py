@@ -1,4 +1,4 @@
-"""What live trials have come to: what holds, what each comparison has shown, and how that reads."""
+"""The results of live trials: the current choices, all comparisons, and their texts."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from typing import Any
 from lightning_accel.core.report import TechniqueReport
 from lightning_accel.tuning.comparison import Result
 
-WHOLE = "whole plan"  # the name of its comparison with the plain run
+WHOLE = "whole plan"  # the name of the comparison of the whole plan with the plain run
 
 
 @dataclass
 class Tuning:
-    """What live trials have come to, for the report, the checkpoint and the cache."""
+    """The results of live trials, for the report, the checkpoint and the cache."""
 
-    choices: dict[str, str] = field(default_factory=dict)  # what holds: arm → choice
-    results: dict[str, Result] = field(default_factory=dict)  # of each comparison, by its name
-    whole: Result | None = None  # the latest comparison of all that holds with the plain run
-    is_settled: bool = False  # whether nothing more is to be decided
-    is_earlier: bool = False  # whether an earlier run has measured `whole`, and no audit of this one has replaced it
-    setup_s: dict[str, float] = field(default_factory=dict)  # that arms took before they could be had, by their names
-    gain_s: dict[str, float] = field(default_factory=dict)  # that such an arm wins in a turn
-    of_turns: float = 0.0  # how many turns the run had that has settled it
+    choices: dict[str, str] = field(default_factory=dict)  # the current choices: arm → choice
+    results: dict[str, Result] = field(default_factory=dict)  # the result of each comparison, by its name
+    whole: Result | None = None  # the latest comparison of the current choices with the plain run
+    is_settled: bool = False  # whether all decisions are made
+    is_earlier: bool = False  # whether an earlier run has measured `whole`, and no audit of this run has replaced it
+    setup_s: dict[str, float] = field(default_factory=dict)  # seconds of setup, by the names of arms that need one
+    gain_s: dict[str, float] = field(default_factory=dict)  # seconds that such an arm saves in a turn
+    of_turns: float = 0.0  # the length, in turns, of the run that settled it
 
     @property
     def is_proven(self) -> bool:
-        """Whether what holds was shown to be faster than the plain run."""
+        """Whether the current choices were shown to be faster than the plain run."""
         return bool(self.choices) and self.whole is not None and self.whole.is_won
 
     @property
     def gain(self) -> float:
-        """The estimated speed of what holds, as a multiple of the plain run's."""
+        """Returns the estimated speed with the current choices, as a multiple of the plain run's."""
         return max(1.0, self.whole.interval.ratio) if self.whole is not None and self.choices else 1.0
 
     @property
     def sure_gain(self) -> float:
-        """The lower bound of that speed."""
+        """Returns the lower bound of that speed."""
         return max(1.0, self.whole.interval.low) if self.whole is not None and self.is_proven else 1.0
 
     def is_open_for(self, turns: float) -> bool:
-        """Whether the plain run holds, and a run of so many turns can spend more on what was not found or not asked."""
+        """Returns whether nothing was chosen so far and a run of so many turns can afford more trials."""
         return not self.choices and turns >= 2 * self.of_turns
 
     def is_nothing_for(self, turns: float) -> bool:
-        """Whether a run of so many turns need not look for anything that is faster than the plain run."""
+        """Returns whether a run of so many turns need not look for anything that is faster than the plain run."""
         return self.is_settled and not (self.choices or self.is_open_for(turns))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for checkpoints and JSON."""
+        """Returns plain values, for checkpoints and JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Tuning:
-        """What :meth:`to_dict` gave.
+        """Makes the object from the values of :meth:`to_dict`.
 
         Raises:
-            KeyError, TypeError: It did not.
+            KeyError, TypeError: The state has another form.
         """
         whole = state["whole"]
         results = {name: Result.from_dict(one) for name, one in state["results"].items()}
@@ -67,18 +67,18 @@ class Tuning:
         return cls(**{**deepcopy(state), "results": results, "whole": whole})
 
     def show_in(self, record: TechniqueReport) -> None:
-        """Has a report's record say what the trials have come to."""
+        """Writes the results to a record of the report."""
         record.is_on, record.status, record.details = bool(self.choices), self.line(), self.table()
         record.data = self.to_dict()
 
     def pays_after(self, name: str) -> int | None:
-        """After how many turns an arm has won back what it took to set it up; None where that was never seen."""
+        """Returns after how many turns an arm has recovered its setup time; None if the gain was never measured."""
         if name not in self.setup_s or self.gain_s.get(name, 0.0) <= 0:
             return None
         return math.ceil(self.setup_s[name] / self.gain_s[name])
 
     def table(self) -> str:
-        """A line for each comparison: what was measured, on how many turns, and what came of it."""
+        """Returns a line for each comparison: the measured speed, the number of turns, and the verdict."""
         width = max(map(len, self.results), default=0)
         rows = (
             f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps{self._price(r.name)}"
@@ -93,7 +93,7 @@ class Tuning:
         return f"; {self.setup_s[name]:.1f} s to set up" + ("" if turns is None else f": pays after {turns:,} steps")
 
     def line(self) -> str:
-        """In a line, for the console."""
+        """Returns a one-line summary for the console."""
         if self.whole is None and not self.results:
             return "not tried: the run is too short"
         if self.whole is None or not self.choices:

@@ -1,10 +1,10 @@
-"""What the trials of the parts have found, kept for later runs of the very same program on the same machine.
+"""The cache of trial verdicts, for later runs of exactly the same program on the same machine.
 
-A trial of a part compares numbers on the user's own first batch, and its verdict holds for what was tried. So it is
-used again only where nothing that it hangs on has changed: the source of the program and of the model's classes, the
-command line, the shapes of the model's parameters and what else its modules hold
+A trial compares numbers on the user's own first batch, and its verdict holds for this case. So it is reused only if
+nothing that it depends on has changed: the source of the program and of the model's classes, the command line, the
+shapes of the model's parameters and the other contents of its modules
 (:mod:`~lightning_accel.tuning.model_fingerprint`), the first batch's shapes, the plan, the machine, the versions, the
-number of threads. Anything else, and what cannot be told, is tried again; so is what failed or is older than a week.
+number of threads. Otherwise, and if one of these is unknown, the trial runs again; so do failed and week-old ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Known:
 
     Attributes:
         decisions: The verdicts of each technique, site by site.
-        tuning: What live trials had settled; None if they had settled nothing.
-        written: When, in UTC.
+        tuning: The settled results of live trials; None if there were none.
+        written: The time at which they were stored, in UTC.
     """
 
     decisions: dict[str, Verdicts]
@@ -51,15 +51,15 @@ class Known:
 
 
 def program_key(model: nn.Module, batch: Any, host: str, settings: str, held: str | None = None) -> Key | None:
-    """The program that is about to train ``model`` on ``batch``; None if it cannot be told from another one.
+    """Returns the key of the program that will train ``model`` on ``batch``. None if the program is not identifiable.
 
     Args:
-        model: As it is before its first step.
-        batch: The first.
-        host: In words.
-        settings: In words.
-        held: What :func:`~lightning_accel.tuning.model_fingerprint.described` said before the first step of the
-            model; None if that step is still to come.
+        model: The model before its first step.
+        batch: The first batch.
+        host: A description of the machine.
+        settings: The settings as text.
+        held: The result of :func:`~lightning_accel.tuning.model_fingerprint.described` before the first step of the
+            model. None if that step is still to come.
     """
     try:
         source = _source(model)
@@ -78,7 +78,7 @@ def program_key(model: nn.Module, batch: Any, host: str, settings: str, held: st
             "source": source,
             "settings": digest(settings, switches, sys.argv, _installed()),
         }
-    except Exception:  # of objects of any library's: no run is to end for what is to spare it a trial
+    except Exception:  # objects of other libraries may raise, but a cache must not end a run
         return None
 
 
@@ -92,11 +92,11 @@ def _read(found: Mapping[str, Any]) -> tuple[dict[str, Verdicts], Tuning | None]
 
 
 VERDICTS = Store("verdicts", _read)
-"""By :func:`program_key`."""
+"""The verdicts, by :func:`program_key`."""
 
 
 def recall(program: Key) -> Known | None:
-    """What the trials of an earlier run of ``program`` have found; None if there is nothing that can be used."""
+    """Returns the usable verdicts of an earlier run of ``program``, or None."""
     try:
         entry = VERDICTS.get(program)
     except DamagedError:
@@ -107,7 +107,7 @@ def recall(program: Key) -> Known | None:
 
 
 def remember(program: Key, decisions: Mapping[str, Verdicts], tuning: Tuning | None = None) -> None:
-    """Keeps what the trials have found, without what they could not find out: another run may.
+    """Stores the verdicts of trials, except those of techniques with incomplete trials: another run may complete them.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -122,14 +122,14 @@ def remember(program: Key, decisions: Mapping[str, Verdicts], tuning: Tuning | N
 
 
 def _source(model: nn.Module) -> str | None:
-    """A digest of every file of the program, libraries left out, and of the files of the model's classes."""
+    """Returns a digest of all files of the program, without libraries, and of the files of the model's classes."""
     classes = {kind for module in model.modules() for kind in type(module).__mro__ if kind is not object}
     names = {kind.__module__ for kind in classes if not kind.__module__.startswith("torch.")}
     files = [_file_of(sys.modules.get(name)) for name in names]
-    if None in files:  # written at a prompt, in a notebook
+    if None in files:  # written at a prompt or in a notebook
         return None
     loaded = {file for module in list(sys.modules.values()) if (file := _file_of(module)) is not None}
-    # Some of torch's only pretend to have a file.
+    # The files of some torch modules do not exist.
     own = [file for file in loaded if not _is_a_librarys(file) and os.path.isfile(file)]
     try:
         stats = [(file, os.stat(file)) for file in sorted({*filter(None, files), *own})]
@@ -140,23 +140,23 @@ def _source(model: nn.Module) -> str | None:
 
 @functools.cache
 def _content(file: str, mtime_ns: int, size: int, inode: int) -> str:
-    """A digest of what is in ``file``, which is read again only where it has been written to."""
+    """Returns a digest of a file's content. The cache makes it read the file again only after a change."""
     return digest(Path(file).read_bytes())
 
 
 def _file_of(module: Any) -> str | None:
-    """Where it was loaded from, without running any code of it: some are not loaded before they are looked at."""
+    """Returns the file of a module without running its code, since some modules load lazily on the first access."""
     try:
-        # Of a plain module, as most are, the attribute itself runs none, in a third of the time.
+        # Most are plain modules, whose attribute access runs no code and takes a third of the time.
         held = module.__dict__ if type(module) is ModuleType else object.__getattribute__(module, "__dict__")
         file = held.get("__file__")
-    except AttributeError:  # anything can be put among the modules
+    except AttributeError:  # ``sys.modules`` may contain any object
         return None
     return file if isinstance(file, str) else None
 
 
 def _installed() -> list[str]:
-    """Every distribution there is, with its version, by the folders that say so: to read them would take longer."""
+    """Returns the folder names of all distributions, with versions. To read the folders would take longer."""
     found = []
     for folder_of_modules in {entry or os.curdir for entry in sys.path}:
         if os.path.isdir(folder_of_modules):
@@ -169,5 +169,5 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), st
 
 @functools.cache
 def _is_a_librarys(file: str) -> bool:
-    """Whether its version, which is known otherwise, tells what is in a file."""
+    """Returns whether a file belongs to a library, whose version identifies the content."""
     return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file

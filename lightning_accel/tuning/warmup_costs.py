@@ -1,4 +1,4 @@
-"""Arms that need something once before they can be had: whether this run can afford it, and what it has cost."""
+"""Setup costs of arms: whether this run can afford an arm's setup, and how long it took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Result
 from lightning_accel.tuning.tuning_result import WHOLE, Tuning
 
-LEAST_LATEST = 3  # turns by whose time seconds are told from turns
+LEAST_LATEST = 3  # timed turns that are needed to convert between seconds and turns
 
 
 class Setups:
@@ -22,24 +22,24 @@ class Setups:
         self._tuning, self._gather = tuning, gather
         self._begun: set[str] = set()
         self._under_way: list[str] = []
-        self.lost: set[str] = set()  # of which nothing came
-        self.may_take_s = math.inf  # of the next one; what an earlier run has proven is not measured by a budget
+        self.lost: set[str] = set()  # arms whose setup failed
+        self.may_take_s = math.inf  # the limit of the next setup; an earlier run's proven plan has no limit
 
     @property
     def are_under_way(self) -> bool:
-        """Whether the turn that begins does more than it will later, so that it must not be counted."""
+        """Whether the turn that begins contains a setup, so that it must not count."""
         return bool(self._under_way)
 
     def unasked(self) -> list[Arm]:
-        """Those of which no comparison has shown anything yet."""
+        """Returns the arms without a comparison so far."""
         return [arm for name, arm in self._arms.items() if name not in self._tuning.results]
 
     def pending_in(self, choices: Choices) -> bool:
-        """Whether running so begins with a setup."""
+        """Returns whether a run with these choices begins with a setup."""
         return any(name in self._arms and name not in self._begun for name in choices)
 
     def is_affordable(self, arm: Arm, allowance: float, latest: LatestTimes) -> bool:
-        """Whether the run may lose as much as the arm's setup will take; ``allowance`` is in turns."""
+        """Returns whether the run can afford the expected time of the arm's setup; ``allowance`` is in turns."""
         if arm.setup is None or arm.name in self._begun:
             return True
         expected_s = self._tuning.setup_s.get(arm.name) or max(self._of_all_ranks(arm.setup.expected_s()))
@@ -52,7 +52,7 @@ class Setups:
         return False
 
     def drop_what_pays_later(self, turns: float) -> None:
-        """Removes from an earlier run's plan what takes longer to set up than this run of so many turns lasts."""
+        """Removes arms of an earlier run's plan that recover their setup time only after more than ``turns`` turns."""
         tuning = self._tuning
         for name in list(tuning.choices):
             pays_after = tuning.pays_after(name)
@@ -61,12 +61,12 @@ class Setups:
             del tuning.choices[name]
             if name in self._arms and (setup := self._arms[name].setup) is not None:
                 setup.decline(f"not here: it pays after {pays_after:,} steps")
-            # The whole plan of the first question is without such arms.
+            # The comparison of the whole plan does not include such arms.
             whole = tuning.results.get(WHOLE)
             tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
 
     def begin(self, arm: Arm, choice: str) -> None:
-        """Called before an arm is chosen: begins its setup where it has one, and it is the first time."""
+        """Begins the setup of an arm before the arm is chosen for the first time."""
         if choice != OFF and arm.name in self._arms and arm.name not in self._begun:
             assert arm.setup is not None
             self._begun.add(arm.name)
@@ -75,7 +75,7 @@ class Setups:
             self.may_take_s = math.inf
 
     def end(self) -> float:
-        """Called between two steps: what those under way have taken, in seconds, on the slowest of the ranks."""
+        """Ends the running setups between two steps. Returns their total seconds, each on its slowest rank."""
         total = 0.0
         for name in self._under_way:
             setup = self._arms[name].setup
@@ -90,7 +90,7 @@ class Setups:
         return total
 
     def note_gain(self, result: Result, gain_s: float) -> None:
-        """Notes what a turn with the arm of that name gains, in seconds; another choice of it adds to the first."""
+        """Adds the gain of a won comparison, in seconds for a turn. Another choice of an arm adds to the first one."""
         name, _, choice = result.name.partition("=")
         if name in self._arms and result.is_won:
             first = self._tuning.results.get(name)

@@ -1,1 +1,1 @@
-"""Tuning before a run: what cannot change in mid-run is settled by short runs of its own, in processes of their own."""
+"""Tuning before a run: short trainings in separate processes settle what cannot change during a run."""

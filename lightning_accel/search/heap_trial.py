@@ -1,4 +1,4 @@
-"""Which allocator trains fastest here: a stand-in for a training takes turns under each, in processes of their own."""
+"""Finds the allocator that trains fastest here: a small training takes turns under each, in separate processes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightning_accel.experiment.pair_test import PairTest, price_of_memory
 from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
 
 ALPHA = 0.01
-"""Of 100 machines on which none is faster, at most one gets another than it has."""
+"""The error rate: of 100 machines on which no allocator is faster, at most one gets another allocator."""
 
 _WARM_UP_TURNS = 4
-_MIN_PAIRS, _MAX_PAIRS = 20, 60  # fewer can hardly prove anything: they are taken, though the time may be over
-_PATIENCE_S = 180.0  # until a process has imported torch and is warm, on a machine that has more to do
+_MIN_PAIRS, _MAX_PAIRS = 20, 60  # fewer pairs prove little, so the minimum is run even if the time is over
+_PATIENCE_S = 180.0  # for a process to import torch and warm up, on a busy machine
 
 
 @dataclass(frozen=True)
 class HeapResult:
-    """What the trial has come to."""
+    """The result of the trial."""
 
-    name: str  # of the allocator that has won; empty: none is faster for sure than what the program has by itself
-    environment: Mapping[str, str]  # the variables that choose it
-    table: tuple[str, ...]  # a line for each that was tried
-    is_sure: bool  # whether every comparison has told something in its time
+    name: str  # the allocator that has won; empty if none is certainly faster than the default
+    environment: Mapping[str, str]  # the variables that select it
+    table: tuple[str, ...]  # a line for each allocator
+    is_sure: bool  # whether every comparison was decided in its time
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Told:
 
 
 class _HeapProcess(Worker):
-    """The stand-in under one allocator."""
+    """The small training under one allocator."""
 
     latest: _Told  # its latest answer
 
@@ -48,7 +48,7 @@ class _HeapProcess(Worker):
         self._deadline = deadline
 
     def turn(self, turns: int = 1) -> float:
-        """Has it take turns. Returns the seconds of one."""
+        """Runs turns in the process. Returns the seconds of one."""
         if self._deadline.is_over():
             raise SubprocessError("the time was over before enough was measured")
         self.latest = _Told(**self.ask(turns))
@@ -56,14 +56,13 @@ class _HeapProcess(Worker):
 
 
 def try_heaps(heaps: Sequence[Allocator], seconds: float) -> HeapResult:
-    """Compares each with the best so far, by pairs of turns in an order that a coin decides; none is the first best.
+    """Compares each allocator with the best one so far, by randomly ordered pairs of turns; the default is first.
 
-    What needs more memory has to be a tenth faster, as in live trials.
-
-    ``seconds`` are for all comparisons together, once the processes are warm.
+    An allocator that needs more memory must be a tenth faster, as in live trials. ``seconds`` limits all comparisons
+    together, after the processes are warm.
 
     Raises:
-        OSError: The stand-in does not run, or not in time.
+        OSError: The small training does not run, or not in time.
     """
     plain = Allocator("", {})
     deadline = Deadline(_PATIENCE_S + 2 * seconds)

@@ -1,4 +1,4 @@
-"""What is tuned: a module, its data, and what the Trainer was told, to be handed to other processes."""
+"""The training that is tuned: a module, its data and the Trainer's arguments, to be sent to other processes."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class TuneJob:
     """A training to be tuned."""
 
     model: LightningModule
-    # Its data module, its training loader, or None: the module has loaders of its own.
+    # Its data module or its training loader; None if the module has its own loaders.
     data: LightningDataModule | DataLoader[Any] | None
     plan: Plan = field(default_factory=Plan)  # the settings of its `AccelPlugin`
-    # What the Trainer is made with; loggers, callbacks and checkpoints are left out.
+    # The Trainer's arguments, without loggers, callbacks and checkpoints.
     options: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1  # batches to an optimizer step
     max_steps: int = -1  # of the whole run; -1: not limited
     max_epochs: int = -1  # of the whole run; -1: not limited
-    has_logger: bool = False  # whether the module may ask for one
-    threads: int = field(default_factory=torch.get_num_threads)  # that an operation uses on the host
-    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)  # of products of float32
-    has_plugin: bool = True  # whether the run as it is has an `AccelPlugin`
+    has_logger: bool = False  # whether the module may use a logger
+    threads: int = field(default_factory=torch.get_num_threads)  # threads of an operation on the host
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)  # of float32 products
+    has_plugin: bool = True  # whether the original run has an `AccelPlugin`
 
     @classmethod
     def of(cls, model: LightningModule, data: Any, trainer: Trainer) -> TuneJob:
-        """What ``trainer`` would do with them on one device.
+        """Makes the job from what ``trainer`` would do with the model and the data on one device.
 
         Raises:
-            TypeError: The data is none that can be trained on.
+            TypeError: The data is not of a type that can be trained on.
         """
         if not (data is None or isinstance(data, (LightningDataModule, DataLoader))):
             raise TypeError(
@@ -66,14 +66,14 @@ class TuneJob:
                 " the module has a train_dataloader of its own."
             )
         plugin, device = trainer.precision_plugin, trainer.strategy.root_device
-        # As Lightning has it, once the run begins.
+        # Lightning's default, which it sets when the run begins.
         default_epochs = 1000 if trainer.max_steps == -1 else -1
         options: dict[str, Any] = {
             "accelerator": device.type,
             "devices": 1 if device.index is None else [device.index],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "benchmark": torch.backends.cudnn.benchmark,
-            "overfit_batches": getattr(trainer, "overfit_batches", 0.0),  # set, and nowhere declared
+            "overfit_batches": getattr(trainer, "overfit_batches", 0.0),  # an undeclared attribute
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             "limit_train_batches": trainer.limit_train_batches,
@@ -92,20 +92,20 @@ class TuneJob:
 
     @property
     def can_fork(self) -> bool:
-        """Whether a process that has read it can be forked: it has not touched a device, as one in use would have."""
+        """Whether a process that has read the job can be forked: a process that has used a device cannot."""
         return sys.platform == "linux" and self.options.get("accelerator") == "cpu"
 
-    # -- what can be set -----------------------------------------------------------------------------------------
+    # -- settings ------------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int | None:
-        """As it is; None: nobody has it to be changed."""
+        """Returns the current batch size. None if there is no attribute to change it."""
         found = self._settings("batch_size").get("batch_size")
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """Those that can be changed, as they are."""
+        """Returns the current values of the loader's settings that can be changed."""
         return self._settings(*LOADER_SETTINGS)
 
     def _settings(self, *names: str) -> dict[str, Any]:
@@ -115,13 +115,13 @@ class TuneJob:
         return {name: holder[name] for name in names for holder in holders if name in holder}
 
     def _owners(self) -> Iterator[LightningModule | LightningDataModule]:
-        """Whose attributes and hyperparameters loaders are made by; the last one's count."""
+        """Yields the objects whose attributes and hyperparameters configure loaders. The last one wins."""
         yield self.model
         if isinstance(self.data, LightningDataModule):
             yield self.data
 
     def set_up(self, setup: TrialSetup) -> None:
-        """Changes the data and the plan of this copy."""
+        """Applies a setup to the data and the plan of this copy."""
         changes = {**({} if setup.batch_size is None else {"batch_size": setup.batch_size}), **setup.loader}
         if isinstance(self.data, DataLoader):
             self.data = _remade(self.data, changes) if changes else self.data
@@ -133,14 +133,14 @@ class TuneJob:
                     if name in owner.hparams:
                         owner.hparams[name] = value
         self.accumulate = setup.accumulate or self.accumulate
-        # What is on trial here must not change in mid-run.
+        # The run must not change by itself while it is on trial.
         trust = "checked" if self.plan.trust == "measured" else self.plan.trust
         self.plan = self.plan.replace(**{"trust": trust, "report": False, **setup.plan})
 
     # -- to other processes --------------------------------------------------------------------------------------
 
     def write(self, path: Path) -> None:
-        """Writes it for :func:`read`, by value: whoever reads it has a copy of its own.
+        """Writes the job for :func:`read`, by value: the reader gets its own copy.
 
         Raises:
             ValueError: Something in it cannot be copied.
@@ -151,7 +151,7 @@ class TuneJob:
             data.trainer = None
         content = {**vars(self), "data": data}
         try:
-            # The path by itself: it has to be there before the rest can be read.
+            # The import path comes first, as it is needed to read the rest.
             path.write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps(content))
         except Exception as error:
             raise ValueError(
@@ -162,7 +162,7 @@ class TuneJob:
 
 
 def read(path: Path) -> TuneJob:
-    """What :meth:`TuneJob.write` wrote."""
+    """Reads a job that :meth:`TuneJob.write` has written."""
     with path.open("rb") as file:
         sys.path[:] = pickle.load(file)
         content: Mapping[str, Any] = cloudpickle.load(file)
@@ -170,7 +170,7 @@ def read(path: Path) -> TuneJob:
 
 
 def _plan_for(precision: str) -> Plan:
-    """The plan of a run whose Trainer has another precision plugin."""
+    """Returns the plan for a run whose Trainer has another precision plugin."""
     return Plan(precision=precision if precision in get_args(PrecisionSetting) else "32-true")  # type: ignore[arg-type]
 
 
@@ -180,8 +180,8 @@ def _can_be_remade(loader: DataLoader[Any]) -> bool:
 
 
 def _remade(loader: DataLoader[Any], changes: Mapping[str, Any]) -> DataLoader[Any]:
-    """The same loader with some arguments changed."""
+    """Returns a loader with some arguments changed."""
     settings = {name: getattr(loader, name) for name in _KEPT}
     if isinstance(loader.dataset, IterableDataset):
-        del settings["sampler"]  # which such a dataset does not take
+        del settings["sampler"]  # not allowed with such a dataset
     return DataLoader(loader.dataset, **{**settings, **changes})

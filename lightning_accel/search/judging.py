@@ -1,4 +1,4 @@
-"""Two setups beside each other: which is better by what the user asked for, and how sure that is."""
+"""The comparison of two setups: which one is better for the user's objective, and with what certainty."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ Objective = Literal["speed", "memory", "balanced"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 MEMORY_WEIGHT: Mapping[Objective, float] = {"speed": 0.0, "balanced": 1.0, "memory": 4.0}
-"""How many percent of time one percent of memory is worth."""
+"""The percent of time that one percent of memory is worth."""
 
 MIN_PAIRS = 14
-"""That can prove something, a bad pair among them: a question that has no time for so many is not asked."""
+"""The fewest that can prove anything, with one bad pair. Without time for so many, nothing is compared."""
 
 MAX_PAIRS = 60
-_BLOCK_S = 0.1  # a block of turns takes at least that long
-_OTHER_MEMORY, _OTHER_TIME = 0.25, 4.0  # a share, and a factor, by which it must be another run
-_FIRST_TURNS = 2  # by which the length of a turn is estimated
+_BLOCK_S = 0.1  # the least seconds of a block of turns
+_OTHER_MEMORY, _OTHER_TIME = 0.25, 4.0  # a share and a factor: runs that differ by more are different
+_FIRST_TURNS = 2  # turns from which the length of a turn is estimated
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a setup that has run."""
+    """The measurements of a setup that has run."""
 
-    started_s: float  # from nothing to a few turns, in seconds; with a compiler, what it took
+    started_s: float  # seconds from the start to the first few turns, compilation included
     seconds: float  # for a sample
-    waited: float  # the share of the time that it waited for data
-    peak_bytes: int  # the most memory that it held, once it was warm
-    base_bytes: int  # what it held before its first step
+    waited: float  # the share of the time spent waiting for data
+    peak_bytes: int  # peak memory once the run was warm
+    base_bytes: int  # memory before the first step
     samples: float  # in a turn
     batches: float  # in an epoch
-    most_bytes: int = 0  # the most that it has held in all: in its first steps, or with a batch that came later
+    most_bytes: int = 0  # peak memory of the whole run, including its first steps and later batches
 
     @property
     def needed_bytes(self) -> int:
-        """What has to be there for it."""
+        """Returns the memory that the setup needs."""
         return max(self.peak_bytes, self.most_bytes)
 
     @classmethod
     def of(cls, run: TrialRun) -> Facts:
-        """Of a run that has just begun: it goes on for a few turns.
+        """Measures a run that has just begun, during a few more turns.
 
         Raises:
-            lightning_accel.experiment.subprocess_runner.SubprocessError: It has ended.
+            lightning_accel.experiment.subprocess_runner.SubprocessError: The run has ended.
         """
         first = run.block(_FIRST_TURNS)
         turns = _turns_in(_BLOCK_S, first.seconds / _FIRST_TURNS)
@@ -68,7 +68,7 @@ class Facts:
         )
 
     def is_like(self, other: Facts) -> bool:
-        """Whether both may be of the same run, on a machine that is busy at times."""
+        """Returns whether both may describe the same run, on a machine that is sometimes busy."""
         same_size = self.samples == other.samples and abs(self.peak_bytes / other.peak_bytes - 1) < _OTHER_MEMORY
         return same_size and 1 / _OTHER_TIME < self.seconds / other.seconds < _OTHER_TIME
 
@@ -78,17 +78,17 @@ class Facts:
 
     @property
     def block_turns(self) -> int:
-        """Turns of a block that is long enough to be timed."""
+        """Returns the number of turns of a block that is long enough to be timed."""
         return _turns_in(_BLOCK_S, self.turn_s)
 
     def settling_turns(self, loader: Mapping[str, Any], accumulate: int) -> int:
-        """Turns after a pause that do not count: caches are cold, and batches were loaded while nobody trained."""
+        """Returns the turns after a pause that do not count: caches are cold, and workers have loaded batches ahead."""
         workers = int(loader.get("num_workers") or 0)
         loaded = math.ceil(workers * int(loader.get("prefetch_factor") or 2) / accumulate)
         return loaded + (self.turn_s < _BLOCK_S)
 
     def block_s(self, settle: int) -> float:
-        """What a block takes with the turns before it that do not count."""
+        """Returns the seconds of a block, including the turns before it that do not count."""
         return self.turn_s * (self.block_turns + settle)
 
 
@@ -97,9 +97,9 @@ def _turns_in(seconds: float, turn_s: float) -> int:
 
 
 def worth_of_memory(original: Facts, candidate: Facts, objective: Objective) -> float:
-    """By how much the candidate has to be faster, as a log of a ratio, for the memory that it takes.
+    """Returns the gain, as a log of a ratio, that the candidate needs to justify its memory.
 
-    Below 0: it may be slower by that.
+    If it is negative, the candidate may be slower by that much.
     """
     rise = candidate.peak_bytes - original.peak_bytes
     if abs(rise) <= max(MEMORY_RISE * original.peak_bytes, LEAST_RISE_BYTES):
@@ -108,7 +108,7 @@ def worth_of_memory(original: Facts, candidate: Facts, objective: Objective) -> 
 
 
 def worth_of_start(original: Facts, candidate: Facts, samples: float) -> float:
-    """By how much the candidate has to be faster, as a log of a ratio, to pay for its start in a run of ``samples``."""
+    """Returns the gain, as a log of a ratio, that the candidate needs to recover its start in a run of ``samples``."""
     share = (candidate.started_s - original.started_s) / (samples * original.seconds)
     return -math.log1p(-share) if 0 < share < 1 else 0.0 if share <= 0 else math.inf
 
@@ -118,11 +118,11 @@ class SetupSide:
     """One side of a comparison."""
 
     run: TrialRun
-    facts: Facts  # what is known of it
+    facts: Facts  # its measurements
     settle: int  # turns after a pause that do not count
 
     def seconds(self) -> float:
-        """For a sample, by a block of turns.
+        """Returns the seconds for a sample, measured on a block of turns.
 
         Raises:
             lightning_accel.experiment.subprocess_runner.SubprocessError: The run has ended.
@@ -134,7 +134,7 @@ class SetupSide:
 
 
 def judged(name: str, original: SetupSide, candidate: SetupSide, test: PairTest, seconds: float) -> Result:
-    """Pairs of blocks, in an order that a coin decides, until ``test`` tells, or ``seconds`` are over.
+    """Compares pairs of blocks, in a random order, until ``test`` is decided or ``seconds`` are over.
 
     Raises:
         lightning_accel.experiment.subprocess_runner.SubprocessError: One of the runs has ended.

@@ -1,4 +1,4 @@
-"""What a search can change: for each knob, which setups to try after which, and what it could gain at most."""
+"""The knobs of a search: for each one, the setups to try, their order, and the largest possible gain."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import TrialSetup
 
 Trying = Generator[TrialSetup, bool, None]
-"""Yields changes to the best setup so far, and is sent whether each was better."""
+"""Yields changes to the best setup so far, and receives whether each was better."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One thing to change."""
+    """One setting to change."""
 
     name: str  # in the report
-    # How many times as fast it could make a run at most, from what is known of the best one.
+    # The largest possible speed-up, from the measurements of the best setup.
     bound: Callable[[Facts], float]
-    # The setups, one after the other, given what is known of the best one, and that one.
+    # Yields the setups to try, from the measurements of the best setup and that setup.
     tries: Callable[[Facts, TrialSetup], Trying]
 
 
 def knobs(job: TuneJob, host: Host, objective: Objective, *, keeps_effective_batch: bool) -> list[Knob]:
-    """Those that a job has on a machine.
+    """Returns the knobs that a job has on a machine.
 
-    Only what waiting for data costs can be measured beforehand. The other bounds are an order: what has gained most
-    elsewhere is asked first.
+    Only the cost of waiting for data can be measured beforehand. The other bounds only define an order: knobs that have
+    gained most elsewhere come first.
     """
     found = []
     if job.batch_size is not None:
@@ -58,16 +58,16 @@ def _at_most(gain: float) -> Callable[[Facts], float]:
 
 
 def _each(setups: Sequence[TrialSetup]) -> Trying:
-    for setup in setups:  # noqa: UP028  (the answers would be sent to a list)
+    for setup in setups:  # noqa: UP028  (a list cannot receive the answers)
         yield setup
 
 
 def _batch_sizes(job: TuneJob, keeps_effective_batch: bool, facts: Facts, best: TrialSetup) -> Trying:
-    """Twice as many while that is better; if it never was, half as many while that is."""
+    """Doubles the batch size while that is better; if it never was, halves it while that is better."""
     size, accumulate = best.batch_size or job.batch_size or 1, best.accumulate or job.accumulate
-    keeps = keeps_effective_batch or best.accumulate is not None  # it was made smaller to fit into memory
+    keeps = keeps_effective_batch or best.accumulate is not None  # the batch was made smaller to fit into memory
     effective = size * accumulate
-    in_all = facts.samples / accumulate * facts.batches  # that the loader has; infinite where it does not say
+    in_all = facts.samples / accumulate * facts.batches  # samples of the loader; infinite if unknown
 
     def setup(size: int) -> TrialSetup:
         return TrialSetup(batch_size=size, accumulate=effective // size if keeps else None)
@@ -94,7 +94,7 @@ def _loaders(job: TuneJob, host: Host, facts: Facts, best: TrialSetup) -> Trying
         return TrialSetup(loader={"num_workers": count, **keeps})
 
     first = workers = max(1, min(usable_cores() - 1, MOST_WORKERS // 2))  # a core is left to the training
-    # More than there are cores, too: what waits for a disk computes nothing.
+    # More workers than cores are tried, too: workers that wait for a disk use no core.
     while workers <= MOST_WORKERS and (workers == now or (yield with_workers(workers))):
         has_workers = True
         workers *= 2
@@ -128,7 +128,7 @@ def _memory_settings(job: TuneJob) -> Trying:
 
 
 def _allocators(host: Host) -> list[TrialSetup]:
-    """Those that have to be there before Python starts; what the plan's own does is on in all runs."""
+    """Returns the allocators that must be selected before Python starts. The plan's own one is on in all runs."""
     if host.kind == "cuda":
         return [] if segment_settings() or not can_expand_segments() else [TrialSetup(environment=EXPANDABLE_SEGMENTS)]
     if host.kind != "cpu" or heap_settings():

@@ -1,4 +1,4 @@
-"""A search as it goes: a line that is rewritten on a terminal, a line for each comparison elsewhere, too."""
+"""The progress of a search: a line that is rewritten on a terminal, and a line for each comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_accel.tuning.comparison import Result
 
 
 class SearchProgress:
-    """What is tried, the best so far, and the time that is left."""
+    """Shows what is being tried, the best setup so far, and the remaining time."""
 
     def __init__(self, seconds: float) -> None:
         self._console = Console(stderr=True)
@@ -23,7 +23,7 @@ class SearchProgress:
             _TimeLeft(seconds),
             console=self._console,
             transient=True,
-            refresh_per_second=2,  # it shares the processor with what is timed
+            refresh_per_second=2,  # it shares the processor with the timed runs
             disable=not self._console.is_terminal,
         )
         self._task = self._line.add_task("", total=None)
@@ -41,7 +41,7 @@ class SearchProgress:
         self._line.update(self._task, description=f"trying {what} · best so far: {self._best}")
 
     def told(self, result: Result, best: TrialSetup) -> None:
-        """Prints how a comparison ended; not twice, where one is the last one, too."""
+        """Prints the result of a comparison once, even if the last comparison repeats it."""
         self._best = best
         if result in self._told:
             return
@@ -51,7 +51,7 @@ class SearchProgress:
 
 
 def better(result: Result) -> str:
-    """The verdict in words: what saves memory may be better, and slower."""
+    """Returns the verdict as text: a setup that saves memory may be better although slower."""
     words: dict[str, str] = {"faster": "better", "not faster": "no better"}
     return words.get(result.verdict, result.verdict)
 

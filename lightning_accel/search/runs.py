@@ -1,4 +1,4 @@
-"""A run on trial, from this side: given turns, and ended."""
+"""A run on trial, as the searching process sees it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class TrialRun:
     """One training under a setup, which waits between two blocks of turns.
 
     Raises:
-        SubprocessError: It does not begin.
+        SubprocessError: The training does not start.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.is_over = False  # whether it has ended
-        self.ready: Ready = self._answer()  # what it said when it was warm
-        self.most_bytes: int = self.ready.peak_bytes  # the most memory that it has held, its first steps among them
+        self.ready: Ready = self._answer()  # its message once it was warm
+        self.most_bytes: int = self.ready.peak_bytes  # peak memory, including the first steps
 
     def block(self, turns: int) -> Block:
-        """Has it train for so many turns.
+        """Trains for so many turns.
 
         Raises:
-            SubprocessError: It has ended.
+            SubprocessError: The run has ended.
         """
         self._worker.send(turns)
         answer: Block = self._answer()
@@ -33,7 +33,7 @@ class TrialRun:
         return answer
 
     def close(self) -> None:
-        """Ends it, and waits until its memory is free."""
+        """Ends the run, and waits until its memory is free."""
         self.is_over = True
         self._worker.end()
 

@@ -1,4 +1,4 @@
-"""The search: greedy from the largest possible gain on, then each change left out, then all of them against plain."""
+"""The search: tries the largest possible gain first, then leaves each change out, then compares all with plain."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 
-_RESERVE = 0.2  # of the time, for the last comparison
-_SHARE = 0.3  # of what is left, that one question may take
+_RESERVE = 0.2  # the share of the time for the last comparison
+_SHARE = 0.3  # the largest share of the remaining time for one question
 _PLAIN = TrialSetup()
 
 
 @dataclass
 class SearchOutcome:
-    """What a search has come to."""
+    """The result of a search."""
 
     best: TrialSetup = _PLAIN  # the changes to make
-    whole: Result | None = None  # all of them against the run as it is; None where that was not compared
-    facts: dict[str, Facts] = field(default_factory=dict)  # of setups that have run, by their keys
-    results: list[Result] = field(default_factory=list)  # every comparison, in its order
-    notes: list[str] = field(default_factory=list)  # what else there is to say
-    is_whole: bool = True  # whether everything was asked: neither time nor patience ran out
+    whole: Result | None = None  # all changes against the original run; None if not compared
+    facts: dict[str, Facts] = field(default_factory=dict)  # measurements of setups, by their keys
+    results: list[Result] = field(default_factory=list)  # all comparisons, in order
+    notes: list[str] = field(default_factory=list)  # further remarks
+    is_whole: bool = True  # whether all questions were asked, without an early end or interrupt
 
 
 class _OutOfTimeError(Exception):
@@ -38,7 +38,7 @@ class _OutOfTimeError(Exception):
 
 
 class Search:
-    """One search of so many seconds; with ``keeps_effective_batch`` an optimizer step sees as many samples as now."""
+    """One search of so many seconds. ``keeps_effective_batch`` fixes the number of samples in an optimizer step."""
 
     def __init__(
         self, bench: SetupRuns, *, seconds: float, keeps_effective_batch: bool, watcher: SearchProgress
@@ -47,14 +47,14 @@ class Search:
         self._keeps_effective_batch = keeps_effective_batch
         self._seconds, self._deadline = seconds, Deadline(seconds)
         self._adopted: list[tuple[str, TrialSetup]] = []
-        self._start = _PLAIN  # what is best before anything is asked: plain, or what fits into the limit
-        # The bench has something to say, too.
+        self._start = _PLAIN  # the setup before any question: plain, or one that fits into the limit
+        # Includes the notes of the bench.
         self.outcome = SearchOutcome(facts=bench.answers.facts, notes=bench.notes)
         if not self._job.has_plugin:
             self.outcome.notes.append("The Trainer has no AccelPlugin: it is compared as it is with one.")
 
     def run(self) -> SearchOutcome:
-        """Searches until everything is asked, time is over, or Ctrl-C is pressed.
+        """Searches until all questions are asked, the time is over, or Ctrl-C is pressed.
 
         Raises:
             ValueError: The run does not train, does not fit, or the time is too short for one comparison.
@@ -75,7 +75,7 @@ class Search:
             outcome.is_whole = False
             outcome.notes.append("Interrupted: this is the best so far; a second search goes on from here.")
             outcome.whole = self._bench.answers.result(_PLAIN, outcome.best)
-        except SubprocessError as error:  # of what has run before
+        except SubprocessError as error:  # a setup that has run before failed
             outcome.is_whole = False
             outcome.notes.append(f"The search ended early: {outcome.best} could not be run again: {error}")
             outcome.best = self._start
@@ -86,7 +86,7 @@ class Search:
     # -- the course ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Runs it as it is; where that does not fit into the limit, finds what does."""
+        """Runs the original setup. If that does not fit into the limit, finds one that does."""
         self._watcher.trying("the run as it is")
         try:
             plain = self._bench.look_anew(_PLAIN)
@@ -112,7 +112,7 @@ class Search:
             )
 
     def _least(self) -> TrialSetup:
-        """The first setup that fits into the limit, from what costs least time to what costs most."""
+        """Returns the first setup that fits into the limit; setups that cost the least time come first."""
         needed = {str(setup): facts.needed_bytes for setup, facts in self._smaller()}
         limit = _in_words(self._bench.limit)
         if not needed:
@@ -128,19 +128,19 @@ class Search:
         return self._start
 
     def _smaller(self) -> Iterator[tuple[TrialSetup, Facts]]:
-        """Setups that need less and less memory, up to the one that fits, which is where the search begins."""
+        """Yields setups that need less and less memory, up to the first that fits, where the search begins."""
         setup = _PLAIN
         size, effective = self._job.batch_size or 1, (self._job.batch_size or 1) * self._job.accumulate
         sizes = [size >> halved for halved in range(1, size.bit_length()) if size % (1 << halved) == 0]
         changes = [TrialSetup(plan={"gradient_checkpointing": mode}) for mode in ("selective", "full")]
-        # A smaller batch is no wish of the user's: what an optimizer step sees stays.
+        # The user did not ask for a smaller batch. So an optimizer step still sees as many samples.
         changes += [TrialSetup(batch_size=one, accumulate=effective // one) for one in sizes]
         for change in changes:
             tried = setup.with_(change)
             self._watcher.trying(f"{tried}, to fit into the limit")
             try:
                 facts = self._bench.facts(tried)
-            except SubprocessError:  # a model without repeated blocks, say
+            except SubprocessError:  # for example, a model without repeated blocks
                 continue
             setup = self._start = tried
             yield tried, facts
@@ -176,7 +176,7 @@ class Search:
                 self._adopted.append((knob.name, adopted))
 
     def _leave_one_out(self) -> None:
-        """Whether something that was adopted early is still worth its place."""
+        """Removes changes that were adopted early and are no longer useful."""
         if len(self._adopted) < 2:
             return
         for name, change in list(self._adopted):
@@ -207,12 +207,12 @@ class Search:
                 raise _OutOfTimeError
             seconds = self._deadline.left_s() if is_last else _SHARE * self._left()
             result = self._bench.compare(name, original, candidate, seconds)
-        if result not in self.outcome.results:  # with one change, it was compared with the run as it is already
+        if result not in self.outcome.results:  # a single change was already compared with the original run
             self.outcome.results.append(result)
         return result
 
     def _left(self) -> float:
-        """What questions may take, in seconds."""
+        """Returns the remaining seconds for questions."""
         return self._deadline.left_s() - _RESERVE * self._seconds
 
     def _note_what_cannot_be_set(self) -> None:

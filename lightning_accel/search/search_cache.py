@@ -1,4 +1,4 @@
-"""What a search has found out, kept so that a second one goes on where the first stopped."""
+"""The results of a search, stored so that a second search continues where the first stopped."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SEARCHES = Store("searches", _read)
 
 
 class Answers:
-    """Comparisons and facts, by the setups that they are about; written after every one.
+    """Comparisons and measurements, by their setups; written after each comparison.
 
     Args:
-        key: What the search is about; None if nothing is kept.
-        seconds: How long the search may take. What an earlier one could not tell is asked again if that had less.
+        key: The key of the search; None if nothing is stored.
+        seconds: The time of the search. An earlier search's open results are asked again if it had less time.
     """
 
     def __init__(self, key: Key | None = None, seconds: float = 0.0) -> None:
@@ -48,29 +48,29 @@ class Answers:
             self.complaint = f"{error}: the search begins anew."
 
     def result(self, original: TrialSetup, candidate: TrialSetup) -> Result | None:
-        """How the two compared; None if nobody has asked, or had too little time to tell."""
+        """Returns the comparison of both. None if there is none, or an open one from a search with less time."""
         found = self._results.get(_pair(original, candidate))
         if found is not None and found.verdict == "cannot tell" and self._seconds > self._asked_in_s:
             return None
         return found
 
     def forget(self) -> None:
-        """Forgets everything: it was of another run."""
+        """Removes all results, since they belong to another run."""
         self.facts.clear()
         self._results.clear()
 
     def add(self, original: TrialSetup, candidate: TrialSetup, result: Result) -> None:
-        """Keeps how they compared. What could not be told before counts as of this search from now on."""
+        """Stores a comparison. From now on, the time of this search applies to all earlier open results, too."""
         self._results[_pair(original, candidate)] = result
         if self._key is not None:
             facts = {setup: asdict(one) for setup, one in self.facts.items()}
             results = {pair: asdict(one) for pair, one in self._results.items()}
-            with suppress(OSError):  # what cannot be kept has to be asked again
+            with suppress(OSError):  # results that cannot be stored are asked again
                 SEARCHES.put(self._key, {"seconds": self._seconds, "facts": facts, "results": results})
 
 
 def answers_for(job: TuneJob, host: str, objective: Objective, limit: int | None, seconds: float) -> Answers:
-    """What earlier searches of the same job on the same machine, with the same aim, have found out."""
+    """Returns the results of earlier searches for the same job, machine and objective."""
     about = (
         *(parameters_of(job.model), type(job.data).__qualname__, job.batch_size),
         *(sorted(job.loader_settings.items()), sorted(job.options.items()), job.accumulate, job.plan),
@@ -83,7 +83,7 @@ def answers_for(job: TuneJob, host: str, objective: Objective, limit: int | None
 
 
 def _source_of(thing: object) -> str:
-    """The code that it is an object of, if that can be read."""
+    """Returns the source of an object's class; empty if it cannot be read."""
     try:
         return inspect.getsource(type(thing))
     except (OSError, TypeError):

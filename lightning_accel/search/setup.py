@@ -1,4 +1,4 @@
-"""What one run on trial is set up with, where that differs from what the user has written."""
+"""The setup of one run on trial: its differences from what the user has written."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 class TrialSetup:
     """Changes to a run that is about to begin."""
 
-    batch_size: int | None = None  # samples in a batch; None: as it is
-    accumulate: int | None = None  # batches to an optimizer step; None: as they are
+    batch_size: int | None = None  # samples in a batch; None: unchanged
+    accumulate: int | None = None  # batches in an optimizer step; None: unchanged
     loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of the training's `DataLoader`
     plan: Mapping[str, Any] = field(default_factory=dict)  # techniques of the run's `AccelPlugin`
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that have to be there before Python starts
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that must be set before Python starts
 
     def with_(self, other: TrialSetup) -> TrialSetup:
-        """Both changes, the other's where they touch the same."""
+        """Combines both changes; the other's win where both set the same."""
         return TrialSetup(
             batch_size=self.batch_size if other.batch_size is None else other.batch_size,
             accumulate=self.accumulate if other.accumulate is None else other.accumulate,
@@ -30,7 +30,7 @@ class TrialSetup:
 
     @property
     def key(self) -> str:
-        """The same text for the same setup, in every process."""
+        """Returns a text that is equal for equal setups, in every process."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where setups are compared: keeps at most two runs alive, and asks nothing twice."""
+"""Comparisons of setups: keeps at most two runs alive, and measures nothing twice."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from lightning_accel.tuning.comparison import Result, Verdict
 from lightning_accel.tuning.trial_scheduler import ALPHA
 
 NOTHING_TOLD = RatioInterval(1.0, 0.0, math.inf)
-_PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for a run to begin, and for a block of its turns
-# Not as a program of its own: what it sends would be of classes of another name.
+_PATIENCE_S, _LEAST_PATIENCE_S = 600.0, 60.0  # for the start of a run, and for a block of its turns
+# Imported, not run as a script: the classes of its messages would otherwise belong to ``__main__``.
 _PROGRAM = "from lightning_accel.search.worker import main; main()"
-_QUESTIONS = 10  # between which the error is divided: about as many as are asked
+_QUESTIONS = 10  # the approximate number of questions, among which the error rate is divided
 
 
 class SetupRuns:
-    """Runs of one job, each in a process of its own, and how they compare.
+    """Runs of one job, each in its own process, and their comparisons.
 
     Args:
-        limit: The bytes that a run may hold; None if that is ``available``, or what the run as it is holds.
+        limit: The bytes that a run may hold. If None, ``available``, or what the original run holds if that is more.
         available: The bytes that the machine has for two runs.
-        answers: What is known already, and is not asked again.
-        seconds: How long the search may take.
+        answers: The results of earlier searches, which are not measured again.
+        seconds: The time of the search.
 
     Raises:
         ValueError: The job cannot be copied.
@@ -60,7 +60,7 @@ class SetupRuns:
         self.job, self.host, self.objective, self.answers = job, host, objective, answers
         self.is_limit_given, self._available = limit is not None, available
         self.limit = available if limit is None else limit
-        self.notes = [answers.complaint] if answers.complaint else []  # what there is to say
+        self.notes = [answers.complaint] if answers.complaint else []  # remarks for the user
         self._patience_s = min(_PATIENCE_S, max(_LEAST_PATIENCE_S, seconds))
         self._alive: dict[str, TrialRun] = {}
         self._forked: dict[str, Worker] = {}  # processes that have read the job, by their environments
@@ -70,10 +70,10 @@ class SetupRuns:
         job.write(self._path)
 
     def facts(self, setup: TrialSetup, beside: TrialSetup | None = None) -> Facts:
-        """What is known of ``setup``, which is run where nothing is; ``beside``: whose run is kept for later.
+        """Returns the measurements of ``setup``; runs it if there are none. The run of ``beside`` stays alive.
 
         Raises:
-            SubprocessError: It does not train.
+            SubprocessError: The run does not train.
         """
         if setup.key not in self.answers.facts:
             self._keep(setup, beside or setup)
@@ -81,10 +81,10 @@ class SetupRuns:
         return self.answers.facts[setup.key]
 
     def look_anew(self, setup: TrialSetup) -> Facts:
-        """What is known of ``setup``, by a run of today; what was known of a run that was another is forgotten.
+        """Measures ``setup`` again. If the run has become another one, forgets all earlier results.
 
         Raises:
-            SubprocessError: It does not train.
+            SubprocessError: The run does not train.
         """
         before, now = self.answers.facts.get(setup.key), self._measured(setup)
         if before is not None and not now.is_like(before):
@@ -99,17 +99,17 @@ class SetupRuns:
         except SubprocessError as error:
             if not error.is_memory or not self._alive.keys() - {setup.key}:
                 raise
-            self._keep()  # it may fit by itself
+            self._keep()  # it may fit without another run beside it
             return Facts.of(self.run(setup))
 
     def compare(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
-        """How many times as fast the candidate is, and whether it is better, in about ``seconds``.
+        """Compares the speed of two setups and decides which one is better, in about ``seconds``.
 
         Raises:
             SubprocessError: The original does not run any more.
         """
         result = self._compared(name, original, candidate, seconds)
-        if result.turns:  # what could not run may another time
+        if result.turns:  # a setup that could not run may run another time
             self.answers.add(original, candidate, result)
         return result
 
@@ -135,7 +135,7 @@ class SetupRuns:
         return result if self._fits(name, candidate, after) else replace(result, verdict="needs more memory")
 
     def _fits(self, name: str, setup: TrialSetup, facts: Facts) -> bool:
-        """Whether it still does, after all the batches that it has trained on meanwhile."""
+        """Returns whether the setup still fits after all batches so far."""
         most = self.run(setup).most_bytes
         if most > (1 + MEMORY_RISE) * facts.needed_bytes:
             self.notes.append(
@@ -150,21 +150,21 @@ class SetupRuns:
         return SetupSide(self.run(setup), facts, facts.settling_turns(loader, self.accumulate(setup)))
 
     def least_s(self, facts: Facts) -> float:
-        """What a comparison takes that can prove something."""
+        """Returns the seconds of the shortest comparison that can prove something."""
         return facts.started_s + 2 * MIN_PAIRS * facts.block_s(0)
 
     def accumulate(self, setup: TrialSetup) -> int:
-        """Batches to an optimizer step."""
+        """Returns the batches in an optimizer step."""
         return setup.accumulate or self.job.accumulate
 
     def close(self) -> None:
-        """Ends all processes, at whichever moment."""
+        """Ends all processes. It may be called at any time."""
         for worker in self._all:
             worker.end()
         self._folder.cleanup()
 
     def _can_run(self, name: str, before: Facts, original: TrialSetup, candidate: TrialSetup) -> Facts | Verdict:
-        """What is known of the candidate, or why it cannot be compared."""
+        """Returns the measurements of the candidate, or the reason why it cannot be compared."""
         if candidate.key not in self.answers.facts and self._would_take_all_memory(before, original, candidate):
             self.notes.append(f"{name}: not tried: by what {original} needs, there is not enough memory for it.")
             return "needs more memory"
@@ -183,7 +183,7 @@ class SetupRuns:
         return "needs more memory" if after.needed_bytes > self.limit else after
 
     def _would_take_all_memory(self, before: Facts, original: TrialSetup, candidate: TrialSetup) -> bool:
-        """On a CPU, who takes all memory takes it from everybody: that is not tried."""
+        """Predicts whether a run would exhaust a CPU's memory. Not tried, as it would affect all programs."""
         now = original.batch_size or self.job.batch_size
         if self.host.kind != "cpu" or candidate.batch_size is None or now is None:
             return False
@@ -192,17 +192,17 @@ class SetupRuns:
         return predicted > self.limit or predicted + before.peak_bytes > self._available
 
     def _samples(self, facts: Facts) -> float:
-        """That the user's whole run will train on; infinite where it does not end by itself."""
+        """Returns the samples of the user's whole run; infinite if it does not end by itself."""
         job = self.job
         by_steps = math.inf if job.max_steps < 0 else job.max_steps * facts.samples
         by_epochs = math.inf if job.max_epochs < 0 else job.max_epochs * facts.batches * facts.samples / job.accumulate
         return min(by_steps, by_epochs)
 
     def run(self, setup: TrialSetup) -> TrialRun:
-        """The run of a setup, warm, and waiting for turns.
+        """Returns the run of a setup, warm, and waiting for turns.
 
         Raises:
-            SubprocessError: It does not train.
+            SubprocessError: The run does not train.
         """
         if setup.key not in self._alive or self._alive[setup.key].is_over:
             self._alive[setup.key] = TrialRun(self._worker(setup))
@@ -217,7 +217,7 @@ class SetupRuns:
             worker.send(setup)
             return worker
         self._forked[name] = worker
-        self._all.insert(0, fork := worker.fork(setup))  # which ends before the process that knows of its end
+        self._all.insert(0, fork := worker.fork(setup))  # forks end before their parent, which reports their status
         return fork
 
     def _keep(self, *setups: TrialSetup) -> None:

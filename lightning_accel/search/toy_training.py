@@ -1,6 +1,6 @@
-"""A training like many, by which allocators are compared: a process that takes turns when it is told to.
+"""A small typical training for the comparison of allocators, in a process that runs turns on request.
 
-It is sent a number of turns, and answers with what they took.
+It receives a number of turns, and answers with their measurements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.experiment.subprocess_runner import connect
 
 _TOKENS, _WIDTH, _VOCABULARY = (2, 256), 128, 256
-_MLP_STEPS = 4  # a turn, beside one of the transformer
+_MLP_STEPS = 4  # in a turn, with one step of the transformer
 
 
 def _transformer() -> Callable[[], Tensor]:
@@ -47,7 +47,7 @@ def _step(net: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]
 
 
 def main() -> None:
-    """Takes as many turns as each message says, until the process is ended."""
+    """Runs as many turns as each message says, until the process is ended."""
     torch.manual_seed(0)
     transformer, mlp = _transformer(), _mlp()
     peak = PeakMemory(torch.device("cpu"))

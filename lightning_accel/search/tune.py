@@ -1,4 +1,4 @@
-"""`tune`: finds, before a run, what makes it fastest or smallest on this machine."""
+"""`tune`: finds, before a run, the settings that make it fastest or smallest on this machine."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from lightning_accel.search.setup_runs import SetupRuns
 
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)\s*")
 _UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
-_USABLE_CPU, _USABLE_GPU = 0.8, 0.9  # of the memory that there is; what is left is for others, and for gaps
+_USABLE_CPU, _USABLE_GPU = 0.8, 0.9  # of the memory; the rest is for other programs, and for fragmentation
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What tuning has come to.
+    """The result of tuning.
 
     Attributes:
-        settings: What to change, by section: ``trainer``, ``data`` (or ``model``) and ``accel``.
+        settings: The settings to change, by section: ``trainer``, ``data`` (or ``model``) and ``accel``.
         environment: Variables to set before Python starts.
-        has_changes: Whether anything is to be changed, be it by hand.
-        has_compared: Whether anything was compared: it was not interrupted before.
-        ratio: How many samples a second there are to one before, with an interval: ``"1.84x [1.60, 2.05]"``; empty
-            where nothing changes, or nothing was there to compare with.
-        memory: The peak, over that before; 1.0 where nothing changes.
-        is_whole: Whether everything was tried; else a second call goes on where this one stopped.
+        has_changes: Whether there is anything to change, also by hand.
+        has_compared: Whether at least one comparison was made.
+        ratio: The samples a second, as a multiple of those before, with an interval: ``"1.84x [1.60, 2.05]"``. Empty if
+            nothing changes or there was nothing to compare with.
+        memory: The peak memory, as a multiple of that before; 1.0 if nothing changes.
+        is_whole: Whether everything was tried. If not, a second call continues where this one stopped.
         table: A line for each comparison.
-        notes: What else there is to say.
+        notes: Further remarks.
     """
 
     settings: Mapping[str, Any]
@@ -62,7 +62,7 @@ class TuneResult:
     notes: tuple[str, ...]
 
     def line(self) -> str:
-        """In a line."""
+        """Returns a one-line summary."""
         if not self.has_changes:
             tried = "nothing that was tried is better for sure" if self.has_compared else "nothing was compared"
             return f"as it is: {tried}"
@@ -71,7 +71,7 @@ class TuneResult:
         return f"{self.ratio} the samples a second, {self.memory:.2f}x the memory"
 
     def to_yaml(self) -> str:
-        """A configuration of Lightning's command line, to be given after the run's own."""
+        """Returns a configuration for Lightning's command line, to be given after the run's own."""
         comments = [f"Written by lightning-accel tune on {date.today()}: {self.line()}."]
         if self.environment:
             comments += [f"Not settings: start with {name}={value}" for name, value in self.environment.items()]
@@ -96,30 +96,30 @@ def tune(
     keep_effective_batch: bool = False,
     places: Mapping[str, Sequence[tuple[str, ...]]] | None = None,
 ) -> TuneResult:
-    """Tries what cannot change in mid-run, in short runs of copies in other processes, and finds what is best together.
+    """Finds the best combination of settings that cannot change during a run, by short runs in other processes.
 
-    Batch size, the loader's workers, compilation, threads, memory settings, the allocator: greedy, from what could gain
-    most, then each left out once more, then all of them against the run as it is. These runs train on one device, and
-    have no loggers, callbacks and checkpoints. Nothing of the caller's is touched, and the learning rate stays as it is
-    even where the batch changes.
+    Batch size, the loader's workers, compilation, threads, memory settings, the allocator: the largest possible gain is
+    tried first; then each change is left out once more; then all are compared with the original run. These runs train
+    copies on one device, without loggers, callbacks and checkpoints. The caller's objects are not changed. The learning
+    rate stays the same even if the batch changes.
 
     Args:
         model: The module.
-        data: Its data module or training loader; None: the module has a ``train_dataloader`` of its own.
-        trainer: What it will be trained with: its ``AccelPlugin``, accumulation, clipping and length are read.
-        time: How long it may take: ``"90s"``, ``"3min"``, ``"1h"``, or seconds.
+        data: Its data module or training loader. If None, the module has its own ``train_dataloader``.
+        trainer: The Trainer of the later run: its ``AccelPlugin``, accumulation, clipping and length are read.
+        time: The time for tuning: ``"90s"``, ``"3min"``, ``"1h"``, or seconds.
         objective: ``"speed"``: samples a second; ``"memory"``: one percent of memory is worth four of time;
-            ``"balanced"``: worth one.
-        memory_limit: The most memory that a run may hold: on a GPU that of its allocator, on a CPU that of its process.
-            None: what the machine has.
-        keep_effective_batch: Whether as many samples as now have to make an optimizer step.
-        places: Where a configuration has its ``batch_size`` and the loader's settings: name → keys, of each place. By
+            ``"balanced"``: one percent of memory is worth one of time.
+        memory_limit: The most memory that a run may hold: its allocator's on a GPU, its process's on a CPU. If None,
+            what the machine has.
+        keep_effective_batch: Whether the number of samples in an optimizer step must stay the same.
+        places: Where a configuration has its ``batch_size`` and the loader's settings: name → keys of each place. By
             default under ``data`` or ``model``, or both.
 
     Raises:
         ValueError: A value is not allowed; the run does not train; no setup fits into the limit; the time is too short
             for one comparison; the module or the data cannot be copied.
-        TypeError: The data is none that can be trained on.
+        TypeError: The data is not of a type that can be trained on.
     """
     check_choice("objective", objective, OBJECTIVES)
     seconds = parse_time(time)
@@ -138,10 +138,10 @@ def tune(
 
 
 def parse_time(value: str | float) -> float:
-    """Seconds.
+    """Converts a time to seconds.
 
     Raises:
-        ValueError: It is no time, or not above 0.
+        ValueError: The value is not a time, or not above 0.
     """
     if isinstance(value, str):
         match = _TIME.fullmatch(value)
@@ -157,13 +157,13 @@ def parse_time(value: str | float) -> float:
 
 def _available(device: torch.device) -> int:
     if device.type == "cuda":
-        # Others may hold some of it; what this process holds, it will hold then, too.
+        # Other processes may hold some of it. The memory that this process holds will be available for the run, too.
         return int(_USABLE_GPU * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
     return int(_USABLE_CPU * psutil.virtual_memory().available)
 
 
 def _places(job: TuneJob) -> dict[str, list[tuple[str, ...]]]:
-    """Under the sections of whoever has them."""
+    """Returns the places of settings: under the sections of the objects that have them."""
     names = ("batch_size", *LOADER_SETTINGS)
     if isinstance(job.data, DataLoader):
         return {name: [("data", name)] for name in names}

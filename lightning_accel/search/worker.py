@@ -1,7 +1,7 @@
-"""The other process of a run on trial: trains, a few turns at a time, and tells what they took.
+"""The process of a run on trial: trains a few turns at a time, and sends their measurements.
 
-A process reads a job once. On Linux, where it trains on the CPU, every run
-is then a fork of this process, which has everything imported; elsewhere the process is itself the only run.
+A process reads a job once. On Linux with training on the CPU, every run is then a fork of this process, which has
+everything imported. Elsewhere the process itself is the only run.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ from lightning_accel.search.job import TuneJob, read
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.settings import without_answers
 
-WARM_UP = 6  # turns: the trials of the parts, first allocations, a compiler
+WARM_UP = 6  # turns for the techniques' trials, first allocations and compilation
 _MANY_EPOCHS, _MANY_STEPS = 100_000, 10_000_000
 _NO_STEP = 2  # epochs without a batch
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A run has begun, and waits to be told to go on."""
+    """The message that a run has started and waits for turns."""
 
-    started_s: float  # what it took to come here, in seconds: from nothing to a few turns
+    started_s: float  # seconds from the start to the first few turns
     base_bytes: int  # memory before the first step
-    batches: float  # in an epoch; infinite where that is not known
-    peak_bytes: int  # the most memory that was held so far, from the first step on
+    batches: float  # in an epoch; infinite if unknown
+    peak_bytes: int  # peak memory since the first step
 
 
 @dataclass(frozen=True)
 class Block:
-    """What some turns took."""
+    """The measurements of some turns."""
 
     seconds: float  # from the end of the turn before them to the end of the last, waiting for data included
-    waited_s: float  # waiting for data, of those
-    samples: int  # that they trained on
-    peak_bytes: int  # the most memory that was held
+    waited_s: float  # the part of these spent waiting for data
+    samples: int  # number of samples trained on
+    peak_bytes: int  # peak memory
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A run has ended by an error."""
+    """The message that a run has ended by an error."""
 
     is_memory: bool
     message: str
 
 
 class Paced(Callback):
-    """Trains as many turns as it is told to, and waits between two blocks of them.
+    """Trains as many turns as requested, and waits between two blocks of turns.
 
-    The connection sends a number of turns, 0 for the end, and is sent a :class:`Block` for each; a turn is as many
+    The connection receives a number of turns, 0 for the end, and gets a :class:`Block` for each. A turn is as many
     batches as the job accumulates.
     """
 
@@ -92,7 +92,7 @@ class Paced(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            config.strict = False  # nobody validates here: what it monitors may not be there
+            config.strict = False  # without validation, the monitored value may be missing
         self._device = trainer.strategy.root_device
         self._peak = PeakMemory(self._device)
         is_cuda = self._device.type == "cuda"
@@ -146,9 +146,9 @@ class Paced(Callback):
 
 
 def _samples_in(batch: Any, batch_size: int) -> int:
-    """As Lightning finds it; of a batch that does not tell, what its loader should have put into it."""
+    """Returns the number of samples as Lightning finds it, or the loader's batch size if Lightning finds none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes that contradict each other: the first is taken
+        warnings.simplefilter("ignore")  # Lightning warns if sizes contradict each other, and takes the first
         try:
             return extract_batch_size(batch)
         except RuntimeError:
@@ -156,9 +156,9 @@ def _samples_in(batch: Any, batch_size: int) -> int:
 
 
 def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path) -> None:
-    """Trains under ``setup`` until it is told to stop, and says what went wrong if something does.
+    """Trains under ``setup`` until it is told to stop, and reports an error if there is one.
 
-    What the run writes is in ``folder``.
+    The run writes its files to ``folder``.
     """
     started = Stopwatch()
     try:
@@ -170,7 +170,7 @@ def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path)
             trainer = own(job.model, Trainer)(
                 **job.options,
                 accumulate_grad_batches=job.accumulate,
-                # Schedulers ask for the end of a run: it has one where the user's has, and does not come to it.
+                # Schedulers ask for the length of a run: it has one if the user's run has, but is never reached.
                 max_epochs=_MANY_EPOCHS if job.max_epochs >= 0 else -1,
                 max_steps=_MANY_STEPS if job.max_steps >= 0 else -1,
                 limit_val_batches=0,
@@ -180,7 +180,7 @@ def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path)
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 default_root_dir=tempfile.mkdtemp(dir=folder),
-                # A setup that does not fit is to fail, and not to be made another.
+                # A setup that does not fit must fail, and not change to another one.
                 plugins=[AccelPlugin.from_plan(job.plan.replace(memory=without_answers(job.plan.memory)))],
                 callbacks=[Paced(connection, job, started)],
             )
@@ -188,7 +188,7 @@ def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path)
                 trainer.loggers = [own(trainer, DummyLogger)()]
             trainer.fit(job.model, job.data)
     except (EOFError, BrokenPipeError):
-        return  # whoever asked is gone
+        return  # the searching process has ended
     except Exception as error:
         traceback.print_exc()
         connection.send(Failed(is_out_of_memory(error), f"{type(error).__name__}: {error}"))
@@ -197,9 +197,9 @@ def train(job: TuneJob, setup: TrialSetup, connection: Connection, folder: Path)
 
 
 def main() -> None:
-    """Reads the job whose file it is given, and makes a run of it; where it can fork, for every setup that comes."""
+    """Reads the job from the file given as argument, and runs it; with forks, once for every setup received."""
     path = Path(sys.argv[1])
-    torch.set_num_threads(1)  # a fork has none of its parent's threads, and would wait for them
+    torch.set_num_threads(1)  # a fork lacks its parent's threads, and would wait for them
     job = read(path)
 
     def run(setup: TrialSetup, connection: Connection) -> None:

@@ -117,12 +117,12 @@ class LoaderOptions(Options):
 
     Attributes:
         workers: ``"auto"`` measures in the first epoch of a Trainer's run how long it waits for data, and tries more
-            workers from epoch to epoch while that is faster. The order stays the same. Only for data that draw no
-            random numbers and do not change as they are read. ``"on"`` is ``"auto"``.
+            workers from epoch to epoch while that is faster. The order stays the same. It applies only to data that
+            draw no random numbers and do not change as they are read. ``"on"`` is ``"auto"``.
         padding: A number pads the sequences of every training batch to a multiple of it. ``"auto"`` pads to the largest
             multiple that suits the device's kernels and makes a batch at most an eighth longer. Batches are mappings as
             in transformers: ``input_ids``, an ``attention_mask`` that excludes the padding, and ``labels`` in which the
-            loss ignores -100. Only while steps draw no random numbers: padding would change dropout.
+            loss ignores -100. Steps that draw random numbers are not padded: it would change dropout.
         group_by_length: Whether batches are made of samples of similar length, which need less padding. **It changes
             the training**: other samples share a batch. Each is used as often as before.
     """

@@ -124,9 +124,9 @@ class Measuring:
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
         """Returns the deviation of a candidate, and the objection to it; empty if there is none."""
         found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
-        # The original is at most one spread off the float64 result, whatever that is. So a candidate passes if it
-        # differs from the original by no more than the other three. The norms of both results differ by at most the
-        # square root of the rounding (hence the quarter above). So do the errors along them, as a share of the error.
+        # The original's distance from the unknown float64 result is at most one spread. So a candidate passes if it
+        # differs from the original by at most three of the four allowed spreads. The norms of both results differ by at
+        # most the square root of the rounding (hence the quarter above). So do the errors along them, as a share.
         near = math.sqrt(self._rounding)
         most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
         if not (self.spread.objection(most, 1 - 1 / FACTOR) and self._alike.objection(most, APART)):

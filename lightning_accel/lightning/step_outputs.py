@@ -236,7 +236,7 @@ class _HooksLayer(Layer):
             return call(*args, **kwargs)
 
 
-_MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a module, beside those named on_...
+_MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a module, in addition to those named on_...
 
 
 def users_hooks(module: LightningModule) -> Iterator[tuple[LightningModule | Callback, list[str]]]:

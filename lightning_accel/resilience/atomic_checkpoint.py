@@ -173,7 +173,7 @@ def _flush(*paths: Path) -> None:
     """Waits until these files, and the names in these folders, are on the disk."""
     for path in paths:
         if os.name == "nt" and path.is_dir():
-            continue  # Windows opens no folders
+            continue  # Windows cannot open folders
         descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
         try:
             os.fsync(descriptor)

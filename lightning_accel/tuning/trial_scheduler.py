@@ -32,7 +32,7 @@ MIN_TURNS = 60
 """The least number of turns. A shorter run is too short for trials: earlier runs or the rules decide for it."""
 
 AUDIT = "audit"
-_WATCH_EVERY = 100  # turns of a settled run, from one pair to the next
+_WATCH_EVERY = 100  # turns of a settled run between two pairs
 _HEAD_START = 50  # turns of a long run with a proven plan before its audit, if the plan is faster in a first test
 _ENDLESS = 1e9  # turns
 _MAX_PAIRS = 200  # of one comparison, in the longest runs

@@ -63,7 +63,7 @@ def build_context(
 
 @dataclass(frozen=True)
 class NamedFallback:
-    """A way to need less memory, and the technique that offers this way.
+    """A way to need less memory, with the name of its technique.
 
     Attributes:
         name: The technique's name.

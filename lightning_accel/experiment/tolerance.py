@@ -150,7 +150,7 @@ class Measuring:
         return not Spread(self.spread.allowed | self._of_formula).objection(found)
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
-        """Works like :meth:`Spread.objection`, and computes more orders while there is an objection."""
+        """Returns the objection of :meth:`Spread.objection`; computes more orders while there is one."""
         while (words := self.spread.objection(found, times)) and self._takes_another():
             pass
         return words and Spread(self.spread.allowed | self._of_formula).objection(found, times)

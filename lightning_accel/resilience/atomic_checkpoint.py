@@ -87,8 +87,8 @@ def begin_replacing(path: str | Path) -> Path:
 def commit(temporary: Path, path: str | Path) -> None:
     """Replaces the file or folder at ``path`` by ``temporary``, after all of that has reached the disk.
 
-    In one step; on Linux for folders too. Elsewhere, and on network file systems, a folder's previous content is for an
-    instant only at ``.<name>.<host>.<pid>.previous``, from where the next save restores it.
+    A file is replaced in one step, on Linux also a folder. Elsewhere, and on network file systems, a folder's previous
+    content is for an instant only at ``.<name>.<host>.<pid>.previous``, from where the next save restores it.
 
     Raises:
         OSError: ``path`` is unchanged, and ``temporary`` still exists.

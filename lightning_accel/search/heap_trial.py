@@ -48,7 +48,7 @@ class _HeapProcess(Worker):
         self._deadline = deadline
 
     def turn(self, turns: int = 1) -> float:
-        """Runs turns in the process. Returns the seconds of one."""
+        """Runs turns in the process. Returns the seconds of one turn."""
         if self._deadline.is_over():
             raise SubprocessError("the time was over before enough was measured")
         self.latest = _Told(**self.ask(turns))

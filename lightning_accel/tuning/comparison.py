@@ -124,7 +124,7 @@ class ArmComparison:
                     yield Turn(self._sides[here], here, pair)
 
     def took(self, turn: Turn, seconds: float | None) -> bool:
-        """Adds the time of a turn; None if the turn was interrupted. Returns whether a pair is complete."""
+        """Adds the time of a turn. ``seconds`` is None if it was interrupted. Returns whether a pair is complete."""
         if turn.pair is None:
             if turn.side == 1 and seconds is not None:
                 self._uncounted.append(seconds)

@@ -81,7 +81,7 @@ class LiveTrials(Questions):
             self._peak.restart()
 
     def took(self, seconds: float | None) -> None:
-        """Adds the time of the first turn without one; None if the turn was interrupted."""
+        """Adds the time of the first turn without one. ``seconds`` is None if that turn was interrupted."""
         self._timed.append(seconds)
 
     def failed(self, verdict: Verdict) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import Self, override
 
@@ -45,14 +45,20 @@ class _Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            try:
-                self.returncode = int(self._worker.ask(self.pid))
-            except SubprocessError:  # the parent, which knows the status, has ended, too
-                self.returncode = -1
+            self.returncode = self._ask(self.pid)
+        assert self.returncode is not None
         return self.returncode
 
     def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._ask(-self.pid)
         return self.returncode
+
+    def _ask(self, question: int) -> int | None:
+        try:
+            return cast(int | None, self._worker.ask(question))
+        except OSError:  # the parent, which knows the status, has ended, too
+            return -1
 
 
 class Subprocess:
@@ -137,9 +143,10 @@ class Worker(Subprocess):
             SubprocessError: The fork does not start.
         """
         worker = copy.copy(self)
+        vars(worker).pop("connection", None)  # this worker's own
         worker._popen = _Forked(self.ask(message), self)
         try:
-            worker.connection = self._accepted()
+            worker.connection = worker._accepted()
         except BaseException:
             worker.end(0)
             raise
@@ -209,7 +216,7 @@ def connect() -> Connection:
 def serve_forks(work: Callable[[Any, Connection], None]) -> None:
     """Forks the worker's process for each message, and calls ``work`` with the message in the fork.
 
-    A message that is a number asks for the exit status of the fork with that process number.
+    A number asks for the exit status of the fork with that process number. If it is negative, nobody waits for the end.
     """
     with connect() as parent:
         while True:
@@ -218,7 +225,8 @@ def serve_forks(work: Callable[[Any, Connection], None]) -> None:
             except EOFError:
                 return
             if isinstance(message, int):
-                parent.send(os.waitstatus_to_exitcode(os.waitpid(message, 0)[1]))
+                ended, status = os.waitpid(abs(message), 0 if message > 0 else os.WNOHANG)
+                parent.send(os.waitstatus_to_exitcode(status) if ended else None)
                 continue
             pid = os.fork()
             if not pid:

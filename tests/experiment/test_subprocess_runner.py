@@ -35,6 +35,18 @@ def work(message, connection):
 serve_forks(work)
 """
 )
+ENDS_AS_A_FORK = """
+import os
+from lightning_accel.experiment import subprocess_runner
+connect, connected = subprocess_runner.connect, []
+def connect_once():
+    if connected:
+        os._exit(3)
+    connected.append(True)
+    return connect()
+subprocess_runner.connect = connect_once
+subprocess_runner.serve_forks(print)
+"""
 STARTS_ANOTHER = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -138,6 +150,14 @@ def test_a_fork_that_the_system_has_killed_asked_for_too_much_memory() -> None:
         with pytest.raises(SubprocessError) as ended:
             fork.answer()
         assert ended.value.is_memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there are workers forked")
+def test_a_fork_that_ends_before_it_connects_leaves_its_worker_as_it_was() -> None:
+    with Worker(ENDS_AS_A_FORK, patience_s=60) as worker:
+        for _ in range(2):
+            with pytest.raises(SubprocessError, match="ended at once"):
+                worker.fork("a")
 
 
 # -- who may do it by himself --------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def recomputed(
     *,
     has_statistics: bool,
 ) -> Any:
-    """Calls ``original(block, *args, **kwargs)`` so that backward recomputes it, with the random state of the first call.
+    """Calls ``original(block, *args, **kwargs)``, recomputed in backward with the random state of the first call.
 
     ``"full"`` keeps only the arguments; ``"selective"`` also the results of matrix products, convolutions and
     attention. In selective mode a long sequence of layers is recomputed piece by piece, so that one piece is freed
@@ -196,7 +196,7 @@ def _is_compute_bound(operator: Any) -> bool:
 
 
 def _makes_scores(operator: Any, args: Any) -> bool:
-    """Returns whether a batched product is larger than its inputs, as queries by keys: (B, T, d) by (B, d, T) → (B, T, T).
+    """Returns whether a batched product is larger than its inputs, as scores are: (B, T, d) by (B, d, T) → (B, T, T).
 
     Attention scores are most of what a block holds, and a small part of its arithmetic (Korthikanti et al.).
     """

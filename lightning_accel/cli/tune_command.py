@@ -1,4 +1,4 @@
-"""``tune``: a subcommand of `AccelCLI` and of ``lightning-accel``, which writes what it finds into a configuration."""
+"""``tune``: a subcommand of `AccelCLI` and ``lightning-accel``, which writes its result into a configuration."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TunableTrainer(Trainer):
 
 
 def with_sections(arguments: Sequence[str]) -> list[str]:
-    """``tune --time 3min`` as ``tune --tuning.time 3min``."""
+    """Returns ``tune --time 3min`` as ``tune --tuning.time 3min``."""
     names = {f"--{name.replace('_', '-')}": name for name in vars(TuneOptions())}
     names |= {f"--{name}": name for name in vars(TuneOptions())}
     found = []
@@ -67,7 +67,7 @@ def with_sections(arguments: Sequence[str]) -> list[str]:
 
 
 def places_in(config: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Where a configuration has its batch size and its loader's settings: name → keys, of each place."""
+    """Returns where a configuration has its batch size and loader settings: name → key paths."""
     places: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for section in ("model", "data"):
         for name, path in _arguments(config.get(section), section):
@@ -87,10 +87,10 @@ def _arguments(section: Any, name: str) -> Iterator[tuple[str, tuple[str, ...]]]
 
 
 def check_out(out: str) -> Path:
-    """The file to write, which is possible.
+    """Returns the file to write.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The file cannot be written.
     """
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

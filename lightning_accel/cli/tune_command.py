@@ -20,10 +20,11 @@ class TuneOptions:
     """How to tune before a run: ``tune --config config.yaml``, then ``fit --config config.yaml --config accel.yaml``.
 
     Attributes:
-        time: How long it may take: ``90s``, ``3min``, ``1h``.
-        objective: ``speed``: samples a second; ``memory``: one percent of it is worth four of time; ``balanced``: one.
+        time: How long tuning may take: ``90s``, ``3min``, ``1h``.
+        objective: ``speed``: samples per second; ``memory``: one percent of memory is worth four percent of time;
+            ``balanced``: one percent.
         memory_limit: The most memory that a run may hold, such as ``12GiB``; by default what the machine has.
-        keep_effective_batch: Whether as many samples as now have to make an optimizer step.
+        keep_effective_batch: Whether an optimizer step must see as many samples as before.
         out: The file that is written.
     """
 
@@ -44,13 +45,13 @@ class TunableTrainer(Trainer):
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> TuneResult:
-        """Finds what makes the run fastest or smallest on this machine, and writes it into a configuration.
+        """Finds the settings that make the run fastest or smallest on this machine, and writes a configuration.
 
         Args:
             model: The module.
-            datamodule: Its data; None: the module has a ``train_dataloader`` of its own.
-            ckpt_path: Not read: as in a configuration of ``fit``, which is taken as it is.
-            weights_only: Not read.
+            datamodule: Its data; None if the module has its own ``train_dataloader``.
+            ckpt_path: Not used; accepted because a configuration of ``fit`` has it.
+            weights_only: Not used.
         """
         return tune(model, datamodule, self)
 

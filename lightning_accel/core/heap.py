@@ -44,7 +44,7 @@ def release_free_memory() -> None:
 
 def page_faults() -> int:
     """Returns how many page faults without disk access (minor faults) this process has had."""
-    import resource  # which Windows does not have
+    import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 

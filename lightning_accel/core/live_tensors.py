@@ -48,7 +48,7 @@ def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[st
                 yield name, value
             elif not isinstance(value, type):
                 waiting.extend(_parts(name, value, most))
-        except Exception as error:  # whatever a property of the user's raises
+        except Exception as error:  # a user's property may raise anything
             failure = failure or f"{name} raised {type(error).__name__}: {error}"
     if failure or waiting:
         raise LookupError(failure or f"more than {most:,} values are held")

@@ -32,7 +32,7 @@ class SavePlace:
     leader: SavePlace | None = None  # None if it leads itself
     is_decided: bool = False  # whether its trials are over
     before_bytes: int = 0  # of the storage; counted for the leader
-    after_bytes: int = 0  # of the packed tensor
+    after_bytes: int = 0  # size of the packed tensor
     overflows: int = 0  # how often a tensor was denser than expected
     sightings: list[list[Span]] = field(default_factory=list)  # times of packing and unpacking in each trial
 

@@ -60,7 +60,7 @@ class Rounds:
             if found is None or rounds_left <= 0:
                 least = min(*(variant.least() for variant in _variants(problem)), *self.measured_bytes.values())
                 return Proposal(policies, is_final=True, least_bytes=least)
-            target *= 1 - SLACK  # predicted to fit, and measured not to
+            target *= 1 - SLACK  # predicted to fit, but measured above the budget
 
 
 def solve(problem: KnapsackProblem, budget: int) -> Policies | None:

@@ -29,7 +29,7 @@ def kept_bytes(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]
         with made:
             results = call(*inputs[0], **inputs[1])
         del inputs
-        others = storages_of([*tensors_in(results), *block.parameters(), *block.buffers()])  # views of weights are made
+        others = storages_of([*tensors_in(results), *block.parameters(), *block.buffers()])  # weights may be among them
         return sum(storage.nbytes() for storage in made.storages if storage not in others)
 
 

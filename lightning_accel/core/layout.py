@@ -165,9 +165,8 @@ class OptimizerLayouts:
     """Keeps optimizer states in the layout of their parameters.
 
     Fused optimizers go through parameter and state by memory address. If the strides differ, they update the wrong
-    elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). Strides differ after a checkpoint of a
-    contiguous run is loaded, where watched optimizers are matched, and after weights change layout during a run: call
-    :meth:`match`.
+    elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). A watched optimizer is matched when it loads
+    a state, since a checkpoint may come from a contiguous run. Call :meth:`match` after weights change their layout.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

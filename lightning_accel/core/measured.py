@@ -39,7 +39,6 @@ class Measurement:
         return None if self.error is None or not self.spread else self.error / self.spread
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the measured values by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod

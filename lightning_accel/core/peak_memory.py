@@ -56,7 +56,6 @@ class PeakMemory:
         self._before = 0
 
     def peak_bytes(self) -> int:
-        """Returns the peak of the window."""
         return max(self._before, self._books.read())
 
 

@@ -95,7 +95,6 @@ class Purse:
         del self._plain_s[:-_LOOKED_AT]
 
     def pay(self, what: str, seconds: float) -> None:
-        """Records seconds spent on a purpose."""
         self.spent_s[what] += seconds
 
     def earn(self, seconds: float) -> None:

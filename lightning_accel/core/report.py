@@ -109,7 +109,6 @@ class TechniqueReport:
         return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
         figures = self.figures()
         return {
             "on": self.acts,

@@ -86,7 +86,7 @@ class StepTimeline:
         self.restart()
 
     def claim(self, driver: Any, rank: Driver) -> bool:
-        """Returns whether ``driver`` may report steps: unless one of the same or a higher rank already does."""
+        """Lets ``driver`` report steps unless another of the same or a higher rank does. Returns whether it may."""
         if rank > self._rank:
             self.driver, self._rank = driver, rank
         return self.driver is driver

@@ -62,7 +62,6 @@ def _settled(call: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any
 
 
 def latency_of(seconds: Sequence[float]) -> Latency:
-    """Returns percentiles of the call times."""
     p50, p95, p99 = (float(one) for one in 1e3 * np.percentile(seconds, (50, 95, 99)))
     return Latency(p50, p95, p99, len(seconds))
 

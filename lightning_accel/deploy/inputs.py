@@ -96,7 +96,6 @@ def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str
 
 
 def on_device(data: Any, device: torch.device) -> Any:
-    """Moves all tensors to a device."""
     return map_tensors(lambda tensor: tensor.to(device), data)
 
 

@@ -55,7 +55,6 @@ def least_of(outputs: Sequence[Tensor], least: float) -> float:
 
 
 def is_finite(data: Any) -> bool:
-    """Returns whether all tensors hold only finite numbers."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors_in(data))
 
 

@@ -79,7 +79,6 @@ class Pool(ABC):
         return region
 
     def give(self, region: Region) -> None:
-        """Takes a region back."""
         assert region.pool is self
         self.live_bytes -= region.size
         insort_left(self._free, region, key=_SIZE)

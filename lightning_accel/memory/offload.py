@@ -114,8 +114,7 @@ class Offloader:
     def is_exact(self) -> bool:
         """Whether a block must wait for its copies, so that its memory does not depend on their progress.
 
-        On a CPU that progress is random. On a GPU the streams keep the order, but if prefetching is off, nothing may
-        run ahead.
+        On a CPU the progress is random. On a GPU streams keep the order, but nothing may run ahead without prefetching.
         """
         return self._device.type == "cpu" or self.prefetch_depth == 0
 

@@ -42,22 +42,22 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
 _XLA = ("xla", "single_xla")
-# Strategies of Lightning's that refuse other precision plugins than their own, by the start of their names.
+# Lightning's strategies that accept only their own precision plugins: name prefix → what to use instead.
 _INSTEAD = {
     ("fsdp",): "use trainer.strategy=accel_fsdp, which shards parameters, gradients and optimizer state too.",
     ("deepspeed",): "use trainer.strategy=accel_fsdp, which shards what ZeRO's third stage does.",
 }
-_TRAINER_CLASS = 4  # its place among LightningCLI's positional arguments
+_TRAINER_CLASS = 4  # its position among LightningCLI's arguments
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
-# The ways in which jsonargparse says that it does not know a key: in a section, in one behind a subcommand (with the
-# section's name before it), on the command line.
+# Jsonargparse's messages about an unknown key: in a section, in a section of a subcommand (with the section's name
+# before it), on the command line.
 _UNKNOWN_KEY = re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'")
 _UNKNOWN_PATH = re.compile(r"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'")
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 
 
 class AccelArgumentParser(LightningArgumentParser):
-    """Lightning's parser, which names the nearest setting where one is misspelt."""
+    """Lightning's parser, with the nearest setting in errors about misspelt ones."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -70,13 +70,13 @@ class AccelArgumentParser(LightningArgumentParser):
 class AccelCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` whose Trainer runs with an ``AccelPlugin``.
 
-    Where it trains under XLA that is an ``AccelXLAPlugin``. The plugin's settings are the ``accel:`` section of the
-    configuration, and flags such as ``--accel.precision=bf16-mixed``; both take what :class:`~lightning_accel.Plan`
-    takes, and the section is valid as a plan's YAML. A further subcommand, ``tune``, finds the fastest settings before
-    a run, and writes them into a configuration to be given after the run's own; its options are a section ``tuning:``,
-    or flags such as ``--time 3min``. Everything else is as in Lightning, subclassing included: an override of
-    :meth:`add_arguments_to_parser` does not have to call this one. With a ``trainer_class`` of your own there is
-    ``tune`` where that is a :class:`~lightning_accel.cli.tune_command.TunableTrainer`.
+    Under XLA it is an ``AccelXLAPlugin``. The plugin's settings are the ``accel:`` section of the configuration, and
+    flags such as ``--accel.precision=bf16-mixed``. Both accept what :class:`~lightning_accel.Plan` accepts, and the
+    section is valid as a plan's YAML. An additional subcommand, ``tune``, finds the fastest settings before a run, and
+    writes them into a configuration that is passed after the run's own. Its options are a section ``tuning:``, or flags
+    such as ``--time 3min``. Everything else is as in Lightning, including subclassing: an override of
+    :meth:`add_arguments_to_parser` need not call this one. With your own ``trainer_class`` there is ``tune`` if that
+    class is a :class:`~lightning_accel.cli.tune_command.TunableTrainer`.
 
     Raises:
         ModuleNotFoundError: jsonargparse is missing.
@@ -116,7 +116,7 @@ class AccelCLI(LightningCLI):
                 super().parse_arguments(parser, args)
 
     def tune(self, model: LightningModule, datamodule: LightningDataModule | None = None, **not_read: Any) -> None:
-        """Carries out the subcommand."""
+        """Runs the subcommand ``tune``."""
         config = self.config[str(self.subcommand)]
         options = TuneOptions(**config["tuning"].as_dict())
         try:
@@ -142,8 +142,8 @@ class AccelCLI(LightningCLI):
     @override
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_core_arguments_to_parser(parser)
-        # The plan and not the plugin: its attributes' descriptions become the help texts. Made in `plan`, not by
-        # jsonargparse, whose traceback would bury the sentence that says what is wrong.
+        # The plan instead of the plugin, since descriptions of its attributes become the help texts. `plan` creates it,
+        # because jsonargparse's traceback would hide the error message.
         parser.add_class_arguments(Plan, "accel", instantiate=False)
         if hasattr(self.trainer_class, "tune"):
             parser.add_class_arguments(TuneOptions, "tuning", instantiate=False)
@@ -160,7 +160,7 @@ class AccelCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        # A contradiction in the settings is found before the model is built.
+        # Finds contradictory settings before the model is built.
         _ = self.plan
 
     @override
@@ -174,7 +174,7 @@ class AccelCLI(LightningCLI):
         return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, plugin]})
 
     def _plugin_for(self, strategy: Any, accelerator: Any) -> AccelPlugin | AccelXLAPlugin:
-        """The plugin of this plan that the strategy takes."""
+        """Returns the plugin of this plan for the strategy."""
         if not _is_for_xla(strategy, accelerator):
             return AccelPlugin.from_plan(self.plan)
         try:
@@ -213,12 +213,12 @@ class AccelCLI(LightningCLI):
                 )
 
     def _section(self, config: Any, name: str) -> Any:
-        """A section of the configuration, which is within its subcommand's where there is one."""
+        """Returns a section of the configuration, inside the subcommand's if there is one."""
         return config.get(str(self.subcommand), config).get(name, {})
 
 
 def _is_for_xla(strategy: Any, accelerator: Any) -> bool:
-    """Whether a Trainer would train under XLA: by its strategy, by its accelerator, or because it found TPUs."""
+    """Returns whether a Trainer would train under XLA: by its strategy, its accelerator, or TPUs that it finds."""
     if isinstance(strategy, str) and strategy != "auto":
         return strategy.lower().startswith(_XLA)
     if isinstance(strategy, Strategy):
@@ -246,7 +246,7 @@ def _hint(message: str, names: list[str]) -> str:
 
 
 def _setting_names(parser: Any) -> list[str]:
-    """Every key that ``parser`` and the parsers of its subcommands know, dotted."""
+    """Returns every dotted key that ``parser`` and the parsers of its subcommands know."""
     names = {f"accel.{name}" for name in DEFAULTS}
     for action in parser_actions(parser):
         names.add(action.dest)

@@ -1,4 +1,4 @@
-"""``lightning-accel bench train.py --against main``: a training of the working tree beside another revision's."""
+"""``lightning-accel bench train.py --against main``: compares trainings of the working tree and another revision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIMITS = (("slowest", min), ("fastest", max))
 
 
 def run(given: Sequence[str]) -> int:
-    """Runs both, prints the comparison; returns the exit status."""
+    """Runs both revisions and prints the comparison. Returns the exit status."""
     parser = _parser()
     arguments, program = _parsed(parser, given)
     if complaint := complaint_about(program):
@@ -102,19 +102,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parsed(parser: argparse.ArgumentParser, given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the program with its arguments."""
+    """Returns the options, and the program with its arguments."""
     divider = given.index("--") if "--" in given else len(given)
     arguments, program = parser.parse_known_args(given[:divider])
     return arguments, [*program, *given[divider + 1 :]]
 
 
 def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path) -> tuple[RevisionSide, RevisionSide]:
-    """Runs both; the other revision is gone when this returns.
+    """Runs both revisions. The checkout of the other revision is removed before this returns.
 
     Raises:
-        RevisionError: There is no such revision, or it has no such program.
-        RunError: A run came to nothing.
-        RecordError: What one left cannot be read.
+        RevisionError: The revision does not exist, or does not have the program.
+        RunError: A run failed.
+        RecordError: The record of a run cannot be read.
     """
     here = Path.cwd().resolve()
     repository = Repository.around(here)
@@ -128,7 +128,7 @@ def _both(arguments: argparse.Namespace, program: Sequence[str], temporary: Path
         raise RevisionError(f"{temporary} is within the repository: have TMPDIR name a folder elsewhere.")
     command = [*program]
     if command[0] != "-m":
-        # Within the repository, by a path that leads into either checkout; elsewhere it is the same for both.
+        # A relative path inside the repository exists in both checkouts. A path outside is the same for both.
         path = Path(command[0]).resolve()
         command[0] = os.path.relpath(path, here) if path.is_relative_to(repository.root) else str(path)
     with repository.checked_out(commit, checkout, arguments.link):

@@ -1,4 +1,4 @@
-"""Runs of a program in a folder, each in a process of its own, and the records that they leave."""
+"""Runs a program in a folder, each time in a separate process, and reads the records of the runs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _LAST_LINES = 20
 
 
 class RunError(ValueError):
-    """A run that has come to nothing. It says how."""
+    """A run failed. The message says how."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevisionSide:
-    """One of the two that are compared."""
+    """One of the two compared revisions."""
 
     letter: str  # `"A"` or `"B"`
-    name: str  # which code it is, for people
-    command: Sequence[str]  # what is run
-    folder: Path  # where
-    environment: Mapping[str, str]  # with which variables
-    elsewhere: Path | None = None  # a folder none of whose code may run; None: whatever runs
-    records: list[Record] = field(default_factory=list)  # what the runs have left that count, in their order
+    name: str  # which code it is, shown to users
+    command: Sequence[str]  # the program
+    folder: Path  # its working folder
+    environment: Mapping[str, str]  # its environment variables
+    elsewhere: Path | None = None  # a folder whose code must not run; None for no restriction
+    records: list[Record] = field(default_factory=list)  # records of the runs that count, in order
 
     def run(self, folder: Path) -> Record:
-        """Runs it once, with its record in a new folder; its output is shown where it fails.
+        """Runs the program once, with its record in a new folder. Shows its output if it fails.
 
         Raises:
-            RunError: It failed, left no record, or ran code of the other side.
-            RecordError: What it left cannot be read.
+            RunError: The run failed, left no record, or ran code of the other side.
+            RecordError: The record cannot be read.
         """
         from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE
         from lightning_accel.evidence.record_reader import read_record
@@ -71,11 +71,11 @@ class RevisionSide:
 
 
 def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> None:
-    """Runs both in pairs, in an order by a coin, after one run of each that fills caches. Progress is said.
+    """Runs both sides in pairs, in random order, after one run of each that fills caches. Prints progress.
 
     Raises:
-        RunError: One came to nothing.
-        RecordError: What one left cannot be read.
+        RunError: A run failed.
+        RecordError: The record of a run cannot be read.
     """
     schedule, turns = Schedule(), [(a, False), (b, False)]
     for _ in range(runs):

@@ -1,4 +1,4 @@
-"""``lightning-accel cache``: what live trials have settled here, and what was compiled, listed or removed."""
+"""``lightning-accel cache``: lists or removes the results of live trials and compiled programs on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lists what is kept, or removes it; returns the exit status."""
+    """Lists or removes the cached data. Returns the exit status."""
     from lightning_accel.core.byte_size import format_bytes
     from lightning_accel.experiment.store import STORES, DamagedError, Store, cache_folder, kernel_folder, xla_folder
     from lightning_accel.tuning.tuning_cache import TUNINGS  # late: --help answers without torch

@@ -1,4 +1,4 @@
-"""The data by which ``lightning-accel export`` calibrates: those that are named, else the checkpoint's own."""
+"""Calibration data for ``lightning-accel export``: the named data, otherwise the checkpoint's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAY = "--data MODULE:FUNCTION, a function that returns a few batches such as th
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds what names the data to a parser."""
+    """Adds the option that names the data to a parser."""
     parser.add_argument(
         "--data",
         metavar="MODULE:FUNCTION",
@@ -28,10 +28,10 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, needed: bool) -> list[Any] | None:
-    """The first batches of the data that are named; without a name the checkpoint's own where they are needed.
+    """Returns the first batches of the named data; without a name, the checkpoint's own if they are needed.
 
     Raises:
-        CheckpointError: They are needed, or named, and there are none.
+        CheckpointError: Data is needed or named, and there is none.
     """
     from lightning_accel.deploy.quantizing import CALIBRATION_BATCHES
 
@@ -41,7 +41,7 @@ def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, 
 
 
 def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
-    """The first batches that the model was trained with; a CheckpointError where they cannot be had here."""
+    """Returns the first batches of the training data. Raises a CheckpointError if they are not available here."""
     from lightning_accel.lightning.packages import is_overridden
 
     given = "INT8 with ranges of its own takes them from data, and"
@@ -57,7 +57,7 @@ def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
     except CheckpointError as error:
         if error.__cause__ is None:
             raise
-        # Whatever a data module does: read files that are elsewhere, ask for its Trainer.
+        # Any error of a data module: missing files, or no Trainer.
         why = said_of(error.__cause__)
         raise CheckpointError(f"{given} those of the run cannot be had here ({why}): {_SAY}") from error
     if found:
@@ -68,7 +68,7 @@ def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
 
 
 def _noted_module(checkpoint: Path) -> LightningDataModule | None:
-    """The data module as LightningCLI has noted it, beside a checkpoint or in it; None if it has not."""
+    """Returns the data module that LightningCLI noted beside a checkpoint or in it; None if there is none."""
     from lightning_accel.lightning.packages import LightningDataModule, classes
 
     if found := checkpoints.noted(checkpoint, "data"):

@@ -1,4 +1,4 @@
-"""A model out of a Lightning checkpoint, for commands; and what it is called with, out of a file."""
+"""Loads a model from a Lightning checkpoint, and example inputs from a file, for commands."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 CONFIG = "config.yaml"
-"""As LightningCLI saves what a run was given."""
+"""The file in which LightningCLI saves a run's configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what names a model to a parser."""
+    """Adds the arguments that name a model to a parser."""
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a Lightning checkpoint, one file")
     parser.add_argument(
         "--model",
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(path: Path, model: str | None) -> LightningModule:
-    """The module with a checkpoint's weights, on the CPU; without ``MODULE:CLASS`` of the class LightningCLI noted.
+    """Returns the module with a checkpoint's weights, on the CPU. Without ``MODULE:CLASS``, uses LightningCLI's note.
 
     Raises:
-        CheckpointError: There is no such class, or no such file; or nothing says which class it is; or the file is
-            damaged, of another class, or no checkpoint.
-        OSError: It cannot be read.
+        CheckpointError: The class or file does not exist; the class is unknown; or the file is damaged, of another
+            class, or not a checkpoint.
+        OSError: The file cannot be read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: give a checkpoint as ModelCheckpoint writes them.")
@@ -43,7 +43,7 @@ def load_model(path: Path, model: str | None) -> LightningModule:
 
 
 def _loaded(kind: Any, option: str, path: Path) -> LightningModule:
-    """A module of a class; a CheckpointError where it is no LightningModule, or cannot be made of this file."""
+    """Loads a module of a class. Raises a CheckpointError if that is no LightningModule or does not fit the file."""
     from lightning_accel.lightning.packages import LightningModule
 
     if not (isinstance(kind, type) and issubclass(kind, LightningModule)):
@@ -60,7 +60,7 @@ def _loaded(kind: Any, option: str, path: Path) -> LightningModule:
 
 
 def _check_contents(path: Path) -> None:
-    """Raises a CheckpointError where a file cannot be read, or is no Trainer's."""
+    """Raises a CheckpointError if a file cannot be read or is not a Trainer's checkpoint."""
     found = _read(path, "ModelCheckpoint and Trainer.save_checkpoint write such as it takes.")
     if not isinstance(found, dict) or not {"state_dict", "pytorch-lightning_version"} <= set(found):
         has = f"with {', '.join(map(str, list(found)[:3]))}, ..." if isinstance(found, dict) and found else "of others"
@@ -71,14 +71,14 @@ def _check_contents(path: Path) -> None:
 
 
 def _read(path: Path, more: str) -> Any:
-    """What torch.save has put into a file; a CheckpointError with ``more`` where it is not tensors and plain values."""
+    """Reads a file of torch.save. CheckpointError, with ``more``, if it has other than tensors and plain values."""
     import torch
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of zip, pickle and torch, whichever comes first on what it does not know
+    except Exception as error:  # from zip, pickle or torch, depending on the file
         kind = re.search(r"GLOBAL (\S+)", str(error))
         if kind is None:
             raise CheckpointError(
@@ -92,22 +92,22 @@ def _read(path: Path, more: str) -> Any:
 
 @dataclass(frozen=True)
 class Noted:
-    """A class as LightningCLI notes one that was chosen by ``class_path``."""
+    """A class that LightningCLI has noted, chosen by ``class_path``."""
 
-    config: Path  # the file that says so
+    config: Path  # the file with the note
     class_path: str  # `package.module.Class`
-    section: dict[str, Any]  # what the file says of it, arguments and all
+    section: dict[str, Any]  # its section of the file, with arguments
 
     def load(self, section: str) -> Any:
-        """The class; a CheckpointError where it cannot be imported here."""
+        """Returns the class. Raises a CheckpointError if it cannot be imported here."""
         return named(":".join(self.class_path.rpartition(".")[::2]), f"{self.config}, {section}.class_path:")
 
 
 def noted(path: Path, section: str) -> Noted | None:
-    """The class of a section (``"model"``, ``"data"``) in config.yaml beside a checkpoint; None if it has none."""
+    """Returns the class of a section (``"model"``, ``"data"``) in config.yaml beside a checkpoint; None if absent."""
     import yaml
 
-    for folder in (path.parent, *path.resolve().parents[1:2]):  # checkpoints/ lies in the folder that has it
+    for folder in (path.parent, *path.resolve().parents[1:2]):  # the parent of checkpoints/ has it
         config = folder / CONFIG
         try:
             given = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
@@ -120,16 +120,16 @@ def noted(path: Path, section: str) -> Noted | None:
 
 
 def _by_noted_class(path: Path) -> LightningModule:
-    """Of the class that LightningCLI has noted in the checkpoint, or in config.yaml beside it.
+    """Loads a model of the class that LightningCLI has noted in the checkpoint or in config.yaml beside it.
 
-    It has not where it was told a class of its own, ``LightningCLI(Digits)``: then this raises a CheckpointError.
+    LightningCLI notes no class if it was given one, ``LightningCLI(Digits)``: then this raises a CheckpointError.
     """
     from lightning_accel.lightning.packages import LightningModule, classes
 
     if found := noted(path, "model"):
         return _loaded(found.load("model"), f"{found.config}, model.class_path: {found.class_path}", path)
     why = ""
-    try:  # of the class that is noted in it, else the empty LightningModule, into which no weights go
+    try:  # the class noted in it, or else the empty LightningModule, which cannot load weights
         with running(str(path)):
             loaded = LightningModule.load_from_checkpoint(path, map_location="cpu")
         if type(loaded) not in classes(LightningModule):
@@ -144,10 +144,9 @@ def _by_noted_class(path: Path) -> LightningModule:
 
 
 def load_example(model: LightningModule, path: Path | None, batches: list[Any] | None = None) -> Any:
-    """What ``forward`` takes, out of a file of ``torch.save`` with an example or a batch.
+    """Returns what ``forward`` takes, from a file of ``torch.save`` with an example or a batch.
 
-    Without a file it is the model's ``example_input_array``, and where there is none, what the first of the batches
-    has.
+    Without a file, returns the model's ``example_input_array``; without that, the inputs of the first batch.
 
     Raises:
         CheckpointError: There is none of the three, or the file holds something else.

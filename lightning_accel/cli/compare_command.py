@@ -1,4 +1,4 @@
-"""``lightning-accel compare RUN_A RUN_B``: two runs beside each other, and a gate for CI."""
+"""``lightning-accel compare RUN_A RUN_B``: compares two runs, with a gate for CI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison; returns the exit status."""
+    """Prints the comparison. Returns the exit status."""
     from lightning_accel.evidence.compare import compare_runs  # late: --help answers without torch
     from lightning_accel.evidence.record_reader import read_record
 
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(found: RunComparison, gate: float | None) -> list[str]:
-    """What of B a gate stops; nothing without one.
+    """Returns in what B fails the gate; nothing without a gate.
 
     Raises:
-        NotComparableError: The gate cannot tell.
+        NotComparableError: The gate cannot decide.
     """
     from lightning_accel.evidence.compare import NotComparableError
 
@@ -81,7 +81,7 @@ def judged(found: RunComparison, gate: float | None) -> list[str]:
 
 
 def rows_of(found: RunComparison) -> list[tuple[str, str, str, str]]:
-    """What is compared, A's, B's, and B's by A's."""
+    """Returns rows of: what is compared, A's value, B's value, B relative to A."""
     from lightning_accel.evidence.amounts import rate
 
     first, second = found.per_second
@@ -109,12 +109,12 @@ def show(rows: Iterable[tuple[str, str, str, str]]) -> None:
 
 
 def remarks_on(found: RunComparison, worse: Iterable[str], gate: float | None) -> list[str]:
-    """What to mind, and what a gate stops."""
+    """Returns remarks on the comparison, and what fails the gate."""
     return [*found.remarks, *(f"{what}: B is worse than A by more than {100 * (gate or 0):g}%" for what in worse)]
 
 
 def share(text: str) -> float:
-    """``3%`` or ``0.03``."""
+    """Parses ``3%`` or ``0.03``."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

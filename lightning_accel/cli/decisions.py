@@ -1,6 +1,6 @@
-"""What a run would decide on a host before its first step: the techniques' own answers, setting by setting.
+"""What a run would decide on a host before its first step, setting by setting, as the techniques answer.
 
-Nothing is computed and nothing is asked of the machine that this runs on: a host that is not at hand will do.
+Nothing is computed or read from this machine, so the host may be any machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_accel.techniques.technique_context import Forecast
 
 
 class ExampleModel(nn.Module):
-    """Something for every technique: convolutions, activations, attention by hand, repeated blocks, dropout.
+    """A model with sites for every technique: convolutions, activations, explicit attention, repeated blocks, dropout.
 
     Takes images (B, 3, 16, 16), returns logits (B, 10).
     """
@@ -74,10 +74,10 @@ class AttentionBlock(nn.Module):
 
 
 def forecasts(plan: Plan, host: Host, model: nn.Module) -> dict[str, Forecast]:
-    """What the settings of ``plan`` come to on ``host``; the model, which is looked at for sites, may be elsewhere.
+    """Returns what each setting of ``plan`` would do on ``host``. The model is searched for sites, on any device.
 
     Returns:
-        What the technique says of each setting, which is written with its value: ``"memory_format: auto"``.
+        Setting with its value, such as ``"memory_format: auto"`` → the technique's forecast.
     """
     declared = declarations()
     around = build_context(plan, model, host, device=torch.device(host.device_type), in_plain_loop=True)

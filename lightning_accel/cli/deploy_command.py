@@ -1,4 +1,4 @@
-"""``lightning-accel deploy CKPT --forms onnx,int8-dynamic``: a checkpoint in several forms, one recommended."""
+"""``lightning-accel deploy CKPT --forms onnx,int8-dynamic``: compares forms of a checkpoint and recommends one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_accel.cli.compare_command import share
 from lightning_accel.cli.users_code import CheckpointError, batches_of, called
 
 COMPARED, WORSE = 0, 1
-"""Exit statuses; others are of :mod:`lightning_accel.cli.exit_codes`."""
+"""Exit statuses. Others are in :mod:`lightning_accel.cli.exit_codes`."""
 
-MAX_BATCHES = 50  # of the data, that are looked at
+MAX_BATCHES = 50  # number of batches used
 
 
 def add_parser(subcommands: Any) -> None:
@@ -57,7 +57,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison; returns the exit status."""
+    """Prints the comparison. Returns the exit status."""
     from lightning_accel.deploy.comparing import compare_forms  # late: --help answers without torch
     from lightning_accel.evidence.served import add_to_record
 
@@ -108,16 +108,16 @@ def _seconds(text: str) -> float:
 
 
 def _record_of(run: Path | None, checkpoint: Path) -> Path | None:
-    """The record that the comparison is added to; None where the checkpoint lies in no run's folder.
+    """Returns the record to which the comparison is added; None if the checkpoint is not in a run's folder.
 
     Raises:
-        RecordError: There is none in the folder that was given.
+        RecordError: The given folder has no record.
     """
     from lightning_accel.evidence.record import FOLDER
     from lightning_accel.evidence.record_reader import read_record
 
     if run is not None:
         return read_record(run).path
-    folders = checkpoint.resolve().parents[:2]  # checkpoints/ lies in the folder of its run
+    folders = checkpoint.resolve().parents[:2]  # checkpoints/ is in its run's folder
     run = next((folder for folder in folders if any(folder.glob(f"{FOLDER}/*-*.jsonl"))), None)
     return None if run is None else read_record(run).path

@@ -1,4 +1,4 @@
-"""What this machine has, what is missing, and how to get it. Needs torch, not Lightning: it answers in seconds."""
+"""This machine's features, what is missing and how to get it. Needs torch but not Lightning: answers in seconds."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ class Extra:
 
     name: str  # as in `pip install 'lightning-accel[name]'`
     purpose: str  # what it is for
-    # `"not for this machine"` where it is missing and would be of no use.
+    # `"not for this machine"` if it is missing and would be useless here.
     state: Literal["ready", "missing", "not for this machine"]
     found: tuple[str, ...]  # the packages that are installed, with their versions
-    wanting: tuple[str, ...]  # the packages that are not, or are too old, with what is asked for
+    wanting: tuple[str, ...]  # packages that are missing or too old, with their requirement
 
     @property
     def install(self) -> str:
-        """The command that brings it."""
+        """The command that installs it."""
         return f"pip install '{_PROJECT}[{self.name}]'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Everything the doctor found."""
+    """All findings."""
 
-    facts: dict[str, str]  # what the machine is and has: title → value
+    facts: dict[str, str]  # facts about the machine: title → value
     precision: tuple[str, str]  # what `precision="auto"` chooses here, and why
     extras: tuple[Extra, ...]  # the optional parts of the package, in the order of `pyproject.toml`
-    advice: tuple[str, ...]  # what would make more of this machine, a line each
+    advice: tuple[str, ...]  # how to make better use of this machine, one line each
 
 
 def examine(host: Host | None = None) -> Diagnosis:
-    """Looks at this machine, or judges a ``host`` that is not at hand."""
+    """Examines this machine, or judges another ``host``."""
     host = host if host is not None else Host.detect()
     advice = list(_not_had(host))
     extras = tuple(_extras(host))
@@ -87,7 +87,7 @@ def examine(host: Host | None = None) -> Diagnosis:
 def show(diagnosis: Diagnosis) -> None:
     """Prints the findings as two tables."""
     console = Console()
-    # Commands are there to be copied: a pipe has no width that would justify wrapping them.
+    # Commands are meant to be copied, so output to a pipe is not wrapped.
     console = console if console.is_terminal else Console(width=200)
     machine = Table("this machine", "", show_header=True)
     for title, value in diagnosis.facts.items():
@@ -102,14 +102,14 @@ def show(diagnosis: Diagnosis) -> None:
 
 
 def _not_had(host: Host) -> Iterator[str]:
-    """What of the settings a run here goes without, with the mend where there is one."""
+    """Yields which settings a run here would not use, with advice if there is any."""
     if host.kind == "xla":
         yield (
             "Trainer: Lightning's strategies for XLA take no AccelPlugin: give them an AccelXLAPlugin, which has the"
             " same settings; lightning_accel.accelerate(model) is for a loop without Lightning"
         )
     for setting, said in forecasts(Plan(), host, ExampleModel()).items():
-        is_a_fact = setting.startswith(("precision", "allocator"))  # said above
+        is_a_fact = setting.startswith(("precision", "allocator"))  # in the table above
         if not said.acts and said.is_missed and not is_a_fact:
             yield f"{setting}: {said.words}"
     reason = Compilation("on").unavailable(host)
@@ -157,7 +157,7 @@ def _facts(host: Host) -> dict[str, str]:
 
 
 def _allocator(host: Host) -> str:
-    """Whose the heap is, or how a GPU's memory is allocated, and what else there could be."""
+    """Describes the heap's library or the GPU allocator's settings, and the alternatives."""
     if host.kind == "cuda":
         own = ", ".join(f"{name}={value}" for name, value in segment_settings().items())
         return own or "segments that do not expand; `lightning-accel run` starts programs with such as do"
@@ -212,7 +212,7 @@ def _extras(host: Host) -> Iterator[Extra]:
 
 
 def _required_by(extra: str, requirements: list[Requirement]) -> Iterator[Requirement]:
-    """What ``extra`` asks for, with the extras that it names in turn unfolded."""
+    """Yields the requirements of ``extra``, including those of the extras that it refers to."""
     for requirement in requirements:
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
@@ -224,7 +224,7 @@ def _required_by(extra: str, requirements: list[Requirement]) -> Iterator[Requir
 
 
 def _missing_parts(requirement: Requirement) -> list[str]:
-    """What the extras that ``requirement`` names ask for and is not here: ``jsonargparse[signatures]``, say."""
+    """Returns missing packages of the extras in ``requirement``, such as ``jsonargparse[signatures]``."""
     asked = [Requirement(line) for line in importlib.metadata.requires(requirement.name) or []]
     return [
         str(part.name)

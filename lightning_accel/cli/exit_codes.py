@@ -1,4 +1,4 @@
-"""How commands end that cannot go on: with one line, and a status that nothing else has."""
+"""How commands end when they cannot continue: with one line of output and a distinct exit status."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
-"""Exit statuses; the latter two are 128 and the signal's number, as shells have them."""
+"""Exit statuses. The latter two are 128 plus the signal's number, as in shells."""
 
 
 class Terminated(BaseException):
-    """SIGTERM has come."""
+    """The process has received SIGTERM."""
 
 
 def ended(command: str, work: Callable[[], int], *, runs_users_code: bool = False) -> int:
-    """Returns what ``work`` returns. If it is stopped or fails, says so in one line and returns the status for that.
+    """Returns the result of ``work``. If it is stopped or fails, prints one line and returns the status for that.
 
     Args:
         command: The subcommand, for the line.
-        work: What it does.
-        runs_users_code: Whether any exception may be the user's own. Otherwise ``ValueError`` and ``OSError`` are the
-            only ones that say something to a user.
+        work: The function to run.
+        runs_users_code: Whether any exception may come from the user's code. Otherwise only ``ValueError`` and
+            ``OSError`` are reported to the user.
     """
     expected: tuple[type[Exception], ...] = (Exception,) if runs_users_code else (ValueError, OSError)
     try:
         with sigterm_raises():
             return work()
     except (KeyboardInterrupt, Terminated) as stopped:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends what still winds up
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the cleanup
         _say(command, "stopped; nothing was left behind.")
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     except expected as error:
@@ -41,8 +41,8 @@ def ended(command: str, work: Callable[[], int], *, runs_users_code: bool = Fals
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Lets what is under way clean up after itself: else the process is gone at once and its files stay."""
-    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set a handler
+    """Makes SIGTERM raise, so that running code can clean up. Otherwise the process dies and leaves its files."""
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
         yield
         return
     before = signal.signal(signal.SIGTERM, _raise)
@@ -61,7 +61,7 @@ def _say(command: str, line: str) -> None:
 
 
 def _in_words(error: Exception) -> str:
-    """What is wrong, and the line of the user's code where that is not said yet."""
+    """Describes the error, with the user's line of code unless the message has it."""
     from lightning_accel.cli.users_code import CheckpointError
     from lightning_accel.deploy.errors import ExportError, MissingPackageError, QuantizeError, in_words, users_line_of
 

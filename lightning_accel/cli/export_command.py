@@ -1,4 +1,4 @@
-"""``lightning-accel export CKPT --form onnx --precision int8-dynamic``: a checkpoint as a file that is served."""
+"""``lightning-accel export CKPT --form onnx --precision int8-dynamic``: exports a checkpoint for serving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_accel.cli.users_code import CheckpointError
 from lightning_accel.deploy.combinations import HOLDS, NUMBERS, check_held
 
 WRITTEN = 0
-"""Exit status; others are of :mod:`lightning_accel.cli.exit_codes`."""
+"""Exit status. Others are in :mod:`lightning_accel.cli.exit_codes`."""
 
 
 def add_parser(subcommands: Any) -> None:
@@ -51,7 +51,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the file; returns the exit status."""
+    """Writes the file. Returns the exit status."""
     # late: --help answers without torch
     from lightning_accel.deploy import export, quantize
     from lightning_accel.deploy.destination import default_path
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_apart(target: Path, arguments: argparse.Namespace) -> None:
-    """Raises a CheckpointError where what would be written replaces what is read, by whatever name or link."""
+    """Raises a CheckpointError if an output would replace an input, by any name or link."""
     names = [name.partition(":")[0].replace(".", "/") for name in (arguments.model, arguments.data) if name]
     read = [arguments.checkpoint, arguments.example, *(Path(f"{name}.py") for name in names)]
     written = [target, target.with_suffix(".bin")] if arguments.form == "openvino" else [target]

@@ -1,4 +1,4 @@
-"""``lightning-accel plan``: what a training run will need on each device, before there is a model. Needs no torch."""
+"""``lightning-accel plan``: the memory that a training run needs on each device, without a model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, least_devices, memory_per_device
 from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, DecoderRun, Optimizer, Precision, decoder_of
 
-# What the CUDA context, NCCL's buffers, and the gaps that an allocator leaves may take is not in the formula.
+# The formula leaves out the CUDA context, NCCL's buffers and the allocator's gaps.
 USABLE = 0.9
 _HEAD_DIM = 128
 _PER_MACHINE = 8
@@ -49,7 +49,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """``--params -7B`` as ``--params=-7B``: argparse takes -7B for an option, and says that --params has no value."""
+    """Returns ``--params -7B`` as ``--params=-7B``: argparse takes -7B for an option, so --params has no value."""
     found: list[str] = []
     for text in arguments:
         if re.match(r"-[\d.]", text) and found and found[-1].startswith("--"):
@@ -60,10 +60,10 @@ def with_values(arguments: Sequence[str]) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A whole number as people write it: ``8``, ``7e9``, ``7B``, ``350M``.
+    """Parses a whole number: ``8``, ``7e9``, ``7B``, ``350M``.
 
     Raises:
-        argparse.ArgumentTypeError: It is none, or not positive.
+        argparse.ArgumentTypeError: The text is no whole number, or not positive.
     """
     match = _COUNT.fullmatch(text.strip())
     number = float(re.sub("[_,]", "", match[1])) * _FACTORS[match[2].lower()] if match else math.nan
@@ -75,10 +75,10 @@ def count(text: str) -> int:
 
 
 def memory(text: str) -> int:
-    """An amount of memory in bytes.
+    """Parses an amount of memory. Returns bytes.
 
     Raises:
-        argparse.ArgumentTypeError: It is none, or not positive.
+        argparse.ArgumentTypeError: The text is no amount, or not positive.
     """
     try:
         return int(parse_bytes("memory", int(text) if text.isdecimal() and len(text) > 6 else text))
@@ -87,10 +87,10 @@ def memory(text: str) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Prints a table of the strategies and the Trainer to write; returns the exit status.
+    """Prints a table of the strategies, and a Trainer to copy. Returns the exit status.
 
     Raises:
-        ValueError: The shape of the model is contradictory, or an argument lacks the one it needs.
+        ValueError: The shape of the model is contradictory, or an argument needs another one.
     """
     from rich.console import Console
     from rich.table import Table
@@ -99,7 +99,7 @@ def show(arguments: argparse.Namespace) -> int:
     strategies: tuple[Strategy, ...] = ("accel",) if devices == 1 else get_args(Strategy)
     plans = {strategy: memory_per_device(strategy, run, devices) for strategy in strategies}
     console = Console()
-    # As the doctor: a line is there to be copied, and a pipe has no width to wrap it at.
+    # Lines are meant to be copied, so output to a pipe is not wrapped.
     console = console if console.is_terminal else Console(width=120)
     largest = max(plan.peak_bytes for plan in plans.values())
     unit, power = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
@@ -178,11 +178,11 @@ def _about(run: DecoderRun, given: argparse.Namespace) -> list[str]:
 
 
 def _advice(plans: dict[Strategy, DeviceMemory], run: DecoderRun, given: argparse.Namespace) -> list[str]:
-    """The Trainer to write, or what would have to change."""
+    """Returns the Trainer to write, or what must change."""
     if given.memory is None:
         return [_trainer(list(plans)[-1], run, given.gpus), "Give --memory 80GiB, or what there is, to see what fits."]
     usable = int(USABLE * given.memory)
-    # DDP before FSDP: it communicates less.
+    # DDP comes before FSDP because it communicates less.
     candidates = [strategy for strategy in plans if strategy != "accel" or given.gpus == 1]
     fitting = next((strategy for strategy in candidates if plans[strategy].peak_bytes <= usable), None)
     lines = [] if fitting is None else [_trainer(fitting, run, given.gpus)]

@@ -1,4 +1,4 @@
-"""``lightning-accel report RUN``: the report of a run, from the record that it has left."""
+"""``lightning-accel report RUN``: writes the report of a run from its record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the report, and prints its first lines; returns the exit status."""
+    """Writes the report and prints its first lines. Returns the exit status."""
     from lightning_accel.evidence.record_reader import read_earlier, read_record  # late: --help without torch
     from lightning_accel.evidence.render import form_of, write
     from lightning_accel.evidence.report_model import page_of
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _peaks_of(record: Record) -> Peaks | None:
-    """What the machine can do, if the run was on this one."""
+    """Returns the peak performance of the machine if the run was on this one; otherwise None."""
     from lightning_accel.core.host import Host
     from lightning_accel.evidence.peaks import measure_peaks
 

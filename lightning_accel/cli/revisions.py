@@ -1,4 +1,4 @@
-"""Another revision of the repository at hand, checked out elsewhere for as long as it is needed."""
+"""Checks out another revision of the current repository elsewhere, temporarily."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from urllib.request import url2pathname
 
 from lightning_accel.core.checks import nearest
 
-# By these git tells its hooks where they are: a checkout would be written into the index of the working tree.
+# Git sets these for its hooks. With them, a checkout would be written into the index of the working tree.
 _OF_HOOKS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"}
 
 
 class RevisionError(ValueError):
-    """A revision cannot be had. It says why, and what to do."""
+    """A revision is not available. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A working tree of git."""
+    """A git working tree."""
 
     root: Path  # its top folder
 
     @classmethod
     def around(cls, folder: Path) -> Repository:
-        """The one that a folder is in.
+        """Returns the repository that contains a folder.
 
         Raises:
-            RevisionError: It is in none.
+            RevisionError: There is none.
         """
         return cls(Path(_git(folder, "rev-parse", "--show-toplevel")).resolve())
 
     def commit(self, revision: str) -> str:
-        """The full name of a revision's commit.
+        """Returns the full hash of a revision's commit.
 
         Raises:
-            RevisionError: There is no such revision.
+            RevisionError: The revision does not exist.
         """
         try:
             return _git(self.root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -58,24 +58,24 @@ class Repository:
             ) from None
 
     def has_changes(self) -> bool:
-        """Whether there are some that are not committed, new files among them."""
+        """Returns whether there are uncommitted changes, including new files."""
         return bool(_git(self.root, "status", "--porcelain"))
 
     @contextmanager
     def checked_out(self, commit: str, folder: Path, links: Sequence[Path] = ()) -> Iterator[None]:
-        """Has a commit in a new folder, linked to files of the working tree, until the block ends, however.
+        """Checks a commit out into a new folder, linked to files of the working tree. The folder is always removed.
 
         Raises:
-            RevisionError: That is not possible, or the commit has a file where a link is to be.
+            RevisionError: The checkout is impossible, or the commit has a file in place of a link.
         """
         try:
-            # Hooks of the user's are for the user's working tree.
+            # The user's hooks are for the user's working tree.
             _git(self.root, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(folder), commit)
             for link in links:
                 self._link(link, folder)
             yield
         finally:
-            # What is left unfinished here stays in the user's repository: a second Ctrl-C has to wait.
+            # An unfinished cleanup would stay in the user's repository, so a second Ctrl-C must wait.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
                 if folder.exists():
@@ -87,7 +87,7 @@ class Repository:
                 signal.signal(signal.SIGINT, before)
 
     def _link(self, link: Path, folder: Path) -> None:
-        target = Path(os.path.abspath(link))  # a link in the working tree stays one, wherever it leads
+        target = Path(os.path.abspath(link))  # links in the working tree are not resolved
         if not target.exists() or not target.is_relative_to(self.root) or target == self.root:
             raise RevisionError(f"--link {link}: there is no such file or folder in {self.root}.")
         place = folder / target.relative_to(self.root)
@@ -97,19 +97,19 @@ class Repository:
         place.symlink_to(target, target_is_directory=target.is_dir())
 
     def python_path(self, folder: Path) -> str:
-        """A PYTHONPATH by which a checkout's code is found before the working tree's.
+        """Returns a PYTHONPATH by which the checkout's code is imported instead of the working tree's.
 
-        Packages that are installed from the working tree (``pip install -e``) would be imported from there.
+        Packages installed from the working tree (``pip install -e``) would be imported from there.
         """
         given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        # The first entry is the folder of this very command.
+        # The first entry is the folder of this command.
         here = [Path(entry).resolve() for entry in (*given, *sys.path[1:], *_editable_projects()) if entry]
         there = [folder / entry.relative_to(self.root) for entry in here if entry.is_relative_to(self.root)]
         return os.pathsep.join(dict.fromkeys([*(str(entry) for entry in there if entry.is_dir()), *given]))
 
 
 def _editable_projects() -> Iterator[str]:
-    """The folders of projects that are installed in this Python by ``pip install -e``."""
+    """Yields the folders of projects installed in this Python with ``pip install -e``."""
     for distribution in distributions():
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         if origin.get("dir_info", {}).get("editable"):

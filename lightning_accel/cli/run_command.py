@@ -1,4 +1,4 @@
-"""``lightning-accel run train.py …``: a program, started with the allocator that wins on this machine."""
+"""``lightning-accel run train.py …``: starts a program with the fastest allocator on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_accel.experiment.digest import digest
 from lightning_accel.experiment.store import DamagedError, Store
 
 SECONDS = 20.0
-"""How long the comparisons may take, of a machine that nothing is known of."""
+"""How long comparisons may take on a machine without earlier results."""
 
 USAGE = """\
 usage: lightning-accel run [--measure] train.py [argument ...]
@@ -50,7 +50,7 @@ allocator of this machine, in about half a minute, and remembered. Variables tha
   -h, --help  show this
 """
 
-# Of torchrun, Open MPI, MPICH and Slurm.
+# Set by torchrun, Open MPI, MPICH and Slurm.
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
@@ -59,16 +59,16 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 class Start:
     """How a program is started."""
 
-    environment: Mapping[str, str]  # the variables that are added
-    reason: str  # why, or why there are none
-    table: Sequence[str] = field(default=())  # a line for each allocator that was measured just now
+    environment: Mapping[str, str]  # variables to add
+    reason: str  # why these, or why none
+    table: Sequence[str] = field(default=())  # one line for each allocator just measured
 
 
 _STARTS = Store("allocators", lambda found: Start(**found))
 
 
 def run(given: Sequence[str]) -> int:
-    """Becomes the program; where that is not possible, waits for it and returns its status."""
+    """Replaces this process with the program. If that is impossible, waits for it and returns its status."""
     arguments = list(given)
     measures = arguments[:1] == ["--measure"]
     if measures:
@@ -81,7 +81,7 @@ def run(given: Sequence[str]) -> int:
     try:
         start = start_for(arguments, os.environ, measures=measures)
     except KeyboardInterrupt:
-        return 130  # as of a program that Ctrl-C has ended
+        return 130  # the status of a program ended by Ctrl-C
     if _local_rank() == 0:
         for line in (*start.table, start.reason):
             print(f"lightning-accel run: {line}", file=sys.stderr)
@@ -90,13 +90,13 @@ def run(given: Sequence[str]) -> int:
     command, environment = [sys.executable, *arguments], {**os.environ, **start.environment}
     sys.stdout.flush()
     sys.stderr.flush()
-    if sys.platform == "win32":  # where the parent would return at once, and with it the prompt
+    if sys.platform == "win32":  # execve() would return to the prompt at once
         return subprocess.call(command, env=environment)
     os.execve(sys.executable, command, environment)
 
 
 def start_for(arguments: Sequence[str], environment: Mapping[str, str], *, measures: bool) -> Start:
-    """With which variables a program is started, and why; where it ``measures``, by nothing that is remembered."""
+    """Returns the variables with which to start a program, and why. If it ``measures``, ignores earlier results."""
     found = _of_tune(arguments)
     if found is not None:
         path, variables = found
@@ -116,7 +116,7 @@ def start_for(arguments: Sequence[str], environment: Mapping[str, str], *, measu
 
 
 def complaint_about(arguments: Sequence[str]) -> str:
-    """What is wrong with a program and its arguments; empty: nothing that could be told beforehand."""
+    """Returns what is wrong with a program and its arguments; empty if nothing is found in advance."""
     program = arguments[0] if arguments else ""
     if not program:
         return "which program? Give a file, or -m and a module."
@@ -143,12 +143,12 @@ def _fail(message: str) -> NoReturn:
 
 
 def _of_tune(arguments: Sequence[str]) -> tuple[str, dict[str, str]] | None:
-    """The variables that a configuration among the arguments asks for, and which one that is; the last one counts."""
+    """Returns the last configuration among the arguments that asks for variables, and the variables; None if none."""
     for argument in reversed(arguments):
         name = argument.rpartition("=")[2]
         if not name.endswith((".yaml", ".yml")) or not Path(name).is_file():
             continue
-        with suppress(OSError, ValueError):  # the program will say what is wrong with it
+        with suppress(OSError, ValueError):  # the program reports what is wrong with it
             for line in Path(name).read_text(encoding="utf-8").splitlines():
                 if not line.startswith(f"# {ENVIRONMENT_IN_FILE}"):
                     continue
@@ -166,7 +166,7 @@ def _with_heap(*, measures: bool) -> Start:
     if not possible:
         return Start({}, f"nothing to gain: on {platform.system()} there is no other allocator to start a program with")
     key = _key(possible)
-    with suppress(DamagedError):  # it is measured again, and written anew
+    with suppress(DamagedError):  # measured and written again
         if not measures and (entry := _STARTS.get(key)) is not None:
             return entry.value
     if _is_one_of_several():
@@ -185,7 +185,7 @@ def _with_heap(*, measures: bool) -> Start:
         reason = f"nothing to gain: no allocator is faster, {measured}"
     if not result.name and not result.is_sure:
         reason = f"nothing that could be told, {measured}; on a machine that is quiet: `lightning-accel run --measure`"
-    with suppress(OSError):  # what cannot be kept has to be measured again
+    with suppress(OSError):  # results that cannot be stored are measured again
         _STARTS.put(key, {"environment": dict(result.environment), "reason": reason})
     return Start(result.environment, reason, result.table)
 
@@ -200,7 +200,7 @@ def _key(possible: Sequence[Allocator]) -> dict[str, str]:
 
 
 def _has_nvidia_gpu(environment: Mapping[str, str]) -> bool:
-    """Whether a program can see one; asked without torch, which takes seconds to import."""
+    """Returns whether a program can see an NVIDIA GPU. Does not use torch, whose import takes seconds."""
     is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not is_hidden and (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists())
 

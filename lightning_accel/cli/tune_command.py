@@ -1,4 +1,4 @@
-"""``tune``: a subcommand of `AccelCLI` and of ``lightning-accel``, which writes what it finds into a configuration."""
+"""``tune``: a subcommand of `AccelCLI` and ``lightning-accel``, which writes its result into a configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class TuneOptions:
     """How to tune before a run: ``tune --config config.yaml``, then ``fit --config config.yaml --config accel.yaml``.
 
     Attributes:
-        time: How long it may take: ``90s``, ``3min``, ``1h``.
-        objective: ``speed``: samples a second; ``memory``: one percent of it is worth four of time; ``balanced``: one.
+        time: How long tuning may take: ``90s``, ``3min``, ``1h``.
+        objective: ``speed``: samples per second; ``memory``: one percent of memory is worth four percent of time;
+            ``balanced``: one percent.
         memory_limit: The most memory that a run may hold, such as ``12GiB``; by default what the machine has.
-        keep_effective_batch: Whether as many samples as now have to make an optimizer step.
+        keep_effective_batch: Whether an optimizer step must see as many samples as before.
         out: The file that is written.
     """
 
@@ -44,19 +45,19 @@ class TunableTrainer(Trainer):
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> TuneResult:
-        """Finds what makes the run fastest or smallest on this machine, and writes it into a configuration.
+        """Finds the settings that make the run fastest or smallest on this machine, and writes a configuration.
 
         Args:
             model: The module.
-            datamodule: Its data; None: the module has a ``train_dataloader`` of its own.
-            ckpt_path: Not read: as in a configuration of ``fit``, which is taken as it is.
-            weights_only: Not read.
+            datamodule: Its data; None if the module has its own ``train_dataloader``.
+            ckpt_path: Not used; accepted because a configuration of ``fit`` has it.
+            weights_only: Not used.
         """
         return tune(model, datamodule, self)
 
 
 def with_sections(arguments: Sequence[str]) -> list[str]:
-    """``tune --time 3min`` as ``tune --tuning.time 3min``."""
+    """Returns ``tune --time 3min`` as ``tune --tuning.time 3min``."""
     names = {f"--{name.replace('_', '-')}": name for name in vars(TuneOptions())}
     names |= {f"--{name}": name for name in vars(TuneOptions())}
     found = []
@@ -67,7 +68,7 @@ def with_sections(arguments: Sequence[str]) -> list[str]:
 
 
 def places_in(config: Mapping[str, Any]) -> dict[str, list[tuple[str, ...]]]:
-    """Where a configuration has its batch size and its loader's settings: name → keys, of each place."""
+    """Returns where a configuration has its batch size and loader settings: name → key paths."""
     places: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for section in ("model", "data"):
         for name, path in _arguments(config.get(section), section):
@@ -87,10 +88,10 @@ def _arguments(section: Any, name: str) -> Iterator[tuple[str, tuple[str, ...]]]
 
 
 def check_out(out: str) -> Path:
-    """The file to write, which is possible.
+    """Returns the file to write.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The file cannot be written.
     """
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""What a command is told to call of the user's: found by its name, run, and named with its line where it fails."""
+"""Finds and calls the user's functions and classes by name, and reports their failing line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, a file or a name that a command cannot do with; the message says what it takes."""
+    """A checkpoint, file or name that a command cannot use. The message says what is accepted."""
 
 
 @contextmanager
 def running(what: str, more: str = "") -> Iterator[None]:
-    """Around the user's own code, which finds modules of the working folder; ``more`` says what to do if it fails.
+    """Runs the user's code, which can import from the working folder. ``more`` says what to do if it fails.
 
     Raises:
-        CheckpointError: It has raised something, or would have ended the process.
+        CheckpointError: The code raised an error, or tried to end the process.
     """
     sys.path.insert(0, "")
     try:
@@ -34,7 +34,7 @@ def running(what: str, more: str = "") -> Iterator[None]:
 
 
 def said_of(error: BaseException) -> str:
-    """What an error says, in a part of a line, with the user's line that it came through."""
+    """Describes an error in part of a line, with the user's line of code."""
     from lightning_accel.deploy.errors import users_line_of
 
     line = users_line_of(error)
@@ -43,10 +43,10 @@ def said_of(error: BaseException) -> str:
 
 
 def named(name: str, option: str) -> Any:
-    """What ``MODULE:NAME`` names, in a module that is installed or lies in the working folder.
+    """Returns the object that ``MODULE:NAME`` names, in an installed module or one in the working folder.
 
     Raises:
-        CheckpointError: There is no such thing, or the module cannot be imported.
+        CheckpointError: The object does not exist, or the module cannot be imported.
     """
     module, _, attribute = name.partition(":")
     given = f"{option} {name}"
@@ -67,10 +67,10 @@ def named(name: str, option: str) -> Any:
 
 
 def called(name: str, option: str) -> Any:
-    """What a function of the user's returns.
+    """Returns the result of a function of the user.
 
     Raises:
-        CheckpointError: It cannot be had, called without arguments, or raises something.
+        CheckpointError: The function is not found, needs arguments, or raises an error.
     """
     function = named(name, option)
     with running(f"{option} {name}", "It is called without arguments."):
@@ -78,7 +78,7 @@ def called(name: str, option: str) -> Any:
 
 
 def batches_of(name: str, option: str, *, at_most: int) -> list[Any]:
-    """The first batches of what a function of the user's returns.
+    """Returns the first batches from the result of a function of the user.
 
     Raises:
         CheckpointError: There are none.

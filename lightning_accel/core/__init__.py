@@ -1,1 +1,1 @@
-"""What everything else is built on: edits that can be undone, trials, the report, the machine."""
+"""Foundations of all other parts: reversible edits, snapshots, clocks, the report, facts about the machine."""

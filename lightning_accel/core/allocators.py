@@ -1,4 +1,4 @@
-"""Allocators that a process can be started with: which of them this machine has, and the variables that choose them."""
+"""Memory allocators that can be chosen when a process starts, and the environment variables that choose them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from pathlib import Path
 from lightning_accel.core.heap import GLIBC, JEMALLOC, KEPT_ENVIRONMENT, TCMALLOC
 
 PACKAGES = {JEMALLOC: "libjemalloc2", TCMALLOC: "libtcmalloc-minimal4"}
-"""Library → what Debian and Ubuntu call it. No package on PyPI brings one."""
+"""Library → its package on Debian and Ubuntu. PyPI has no package for either."""
 
 _SPELLINGS = {JEMALLOC: ("jemalloc",), TCMALLOC: ("tcmalloc_minimal", "tcmalloc")}
 
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Has torch's allocator of CUDA memory grow its segments. It is read when CUDA starts."""
+"""Makes torch's CUDA allocator grow its segments. Torch reads the variable when CUDA starts."""
 
 ENVIRONMENT_IN_FILE = "environment: "
-"""How the comment begins by which ``tune`` tells of variables, in the configuration that it writes."""
+"""Prefix of the comment that lists environment variables in the configuration written by ``tune``."""
 
 _CUDA_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-# By default it gives free memory back after ten seconds, in the middle of steps that will ask for it again.
+# By default jemalloc returns free memory after ten seconds, even if the next step needs that memory again.
 _KEEPS_FREE_MEMORY = {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """One to start a process with."""
+    """An allocator that a process can be started with."""
 
-    name: str  # for people
+    name: str  # shown to users
     environment: Mapping[str, str]  # the variables that choose it
 
 
-@functools.cache  # the loader is asked through processes of its own
+@functools.cache  # find_library() starts subprocesses
 def installed_library(name: str) -> str | None:
-    """The file of a shared library, as the loader finds it, or beside this Python, as conda installs it."""
+    """Returns a shared library as the loader finds it, or from this Python's ``lib`` (conda); None if missing."""
     for spelling in _SPELLINGS[name]:
         if (found := ctypes.util.find_library(spelling)) is not None:
             return found
@@ -50,7 +50,7 @@ def installed_library(name: str) -> str | None:
 
 
 def heaps() -> list[Allocator]:
-    """Those that could keep a program's heap here, beside what it has by itself; none where that is not Linux."""
+    """Returns the heap allocators available here besides the default; an empty list outside Linux."""
     if sys.platform != "linux":
         return []
     found = []
@@ -64,10 +64,10 @@ def heaps() -> list[Allocator]:
 
 
 def segment_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables by which the user has set up torch's allocator of device memory."""
+    """Returns the environment variables with which the user configures torch's device allocator."""
     return {name: environment[name] for name in _CUDA_VARIABLES if environment.get(name)}
 
 
 def can_expand_segments() -> bool:
-    """Whether CUDA memory can be mapped piece by piece here: torch does so on Linux, and not under WSL."""
+    """Returns whether torch can use expandable segments here: on Linux, but not under WSL."""
     return sys.platform == "linux" and "microsoft" not in platform.release().lower()

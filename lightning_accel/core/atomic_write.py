@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all. Needs no torch."""
+"""Writes files atomically: completely or not at all. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, in a folder that is made where it is missing; whole or not at all.
+    """Writes a file completely or not at all. Creates its folder if that is missing.
 
-    What a link points to is replaced, not the link. What is no file, as ``/dev/stdout`` or a pipe, is written to.
+    A symbolic link stays, and its target is replaced. A device or pipe, such as ``/dev/stdout``, is written to
+    directly.
 
     Raises:
-        OSError: That is not possible; a file that was there is as it was.
+        OSError: The file cannot be written. An existing file is unchanged.
     """
     if is_special(path):
         path.write_text(text, encoding="utf-8")
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")  # opened as any file of the user's is, and permitted alike
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")  # opened as usual, for the usual permissions
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, target)
@@ -29,5 +30,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_special(path: Path) -> bool:
-    """Whether a device, a pipe or the like is there, which a file must not be put in the place of."""
+    """Returns whether ``path`` is a device, pipe or the like, which a file must not replace."""
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model, its transformer layers or residual blocks: the units of other techniques."""
+"""Finds the repeated blocks of a model, such as transformer layers: the units that other techniques work on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import nn
 from lightning_accel.core.checks import SettingError, nearest
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-_HOLLOW = ("torch", "lightning", "pytorch_lightning")  # whose base classes have a forward that computes nothing
+_HOLLOW = ("torch", "lightning", "pytorch_lightning")  # their base classes have an empty forward
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The blocks of ``model``: site → module, none inside another.
+    """Returns the blocks of ``model`` as site → module. No block contains another.
 
     Args:
         model: Any module.
-        wanted: Class names or module paths. Empty: the repeated blocks, found by :func:`repeated_blocks`.
+        wanted: Class names or module paths. If empty, :func:`repeated_blocks` finds the blocks.
 
     Raises:
-        ValueError: One of ``wanted`` matches nothing; the nearest class or path is named.
+        ValueError: One of ``wanted`` matches nothing. The error names the nearest class or path.
     """
     if not wanted:
         return repeated_blocks(model)
@@ -31,7 +31,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
         matches = {n: m for n, m in modules.items() if n == want or type(m).__name__ == want}
         if not matches:
             known = [*dict.fromkeys(type(m).__name__ for m in modules.values() if not _is_leaf(m)), *modules]
-            raise SettingError(  # whichever technique asks
+            raise SettingError(  # the user's mistake, not a technique's failure
                 f"No block matches {want!r}{nearest(want, known) or '.'} "
                 f"Blocks are class names or module paths; this model has, among others: {', '.join(known[:8])}."
             )
@@ -40,10 +40,10 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of ``model``, and the other parts that hold several layers: site → module, none in another.
+    """Returns the repeated blocks of ``model`` and its other modules of several layers: site → module, none nested.
 
-    Beside the blocks of a stack these are its stem and its head, a multilayer perceptron written as one module, or the
-    model itself where it is no more than that (site ``""``).
+    The other modules are, for example, a stem, a head or a multilayer perceptron. A model that is itself such a module
+    is returned as site ``""``.
     """
     blocks = repeated_blocks(model)
     found: dict[str, nn.Module] = {}
@@ -62,13 +62,13 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    """Several layers, one of them with weights, in a module that is called itself."""
+    """Returns whether a module holds several layers, one of them with weights, and is itself called."""
     if _is_leaf(module) or type(module) in _LISTS:
         return False
-    # A LightningModule computes in its steps: a forward that it was not given is called by nobody.
+    # A LightningModule computes in its steps. If it has no forward of its own, nobody calls forward.
     if hasattr(module, "training_step") and type(module).forward.__module__.partition(".")[0] in _HOLLOW:
         return False
-    # What a list holds is called by who holds the list.
+    # Modules in a ModuleList are called by the module that holds the list.
     parts = [part for child in module.children() for part in (child.children() if type(child) in _LISTS else (child,))]
     if not all(map(_is_leaf, parts)):
         return False
@@ -76,11 +76,11 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose class occurs at least twice among the parts of ``model``, at the level that divides it best.
+    """Returns the modules whose class occurs at least twice in ``model``, at the nesting level of the lowest cost.
 
-    Transformers repeat heads inside layers inside towers. Of those levels the one is taken where the number of
-    blocks, plus the largest block, plus what lies outside all blocks, counted in leaf modules, is smallest: an
-    estimate of what checkpointing each block leaves in memory (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
+    Transformers nest heads in layers in towers. The cost of a level, in leaf modules, is the number of blocks plus the
+    largest block plus everything outside of blocks. It estimates the memory that remains when each block is
+    checkpointed (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
     """
     candidates = _repeated(model)
     leaves = _leaves(model)
@@ -98,7 +98,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts that hold others, and whose kind occurs twice, or that one module holds twice: shared, not copied."""
+    """Returns the composite modules whose kind occurs twice, or that one parent holds twice (shared modules)."""
     composite = {n: m for n, m in model.named_modules() if n and not _is_leaf(m) and type(m) not in _LISTS}
     kinds = Counter(_kind(m) for m in composite.values())
     holders = Counter(
@@ -109,7 +109,7 @@ def _repeated(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    # Every Sequential is of one class; those of the same layers are of one kind.
+    # All Sequentials have the same class. Those with the same types of layers are of one kind.
     is_container = isinstance(module, (nn.Sequential, *_LISTS))
     return (type(module), *(map(type, module.children()) if is_container else ()))
 
@@ -131,5 +131,5 @@ def _leaves(module: nn.Module) -> int:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    # Never `any(module.children())`: it asks modules for their length, which what torch.compile() returns has not.
+    # Not `any(module.children())`: bool() calls a module's len(), which fails on the result of torch.compile().
     return next(module.children(), None) is None

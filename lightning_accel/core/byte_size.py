@@ -9,25 +9,25 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_LEAST_BARE = 2**10  # a smaller number was not meant in bytes
+_LEAST_BARE = 2**10  # a smaller number without a unit does not mean bytes
 _WRITTEN = re.compile(r"\s*(-?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
 def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | float:
-    """The amount that ``value`` stands for.
+    """Returns the bytes, or the fraction of the device, that ``value`` stands for.
 
     Args:
         name: The setting, for errors.
-        value: An int of bytes, or text: a number and a unit (``B``, ``kB`` … ``TB`` in steps of 1000, ``KiB`` …
-            ``TiB`` in steps of 1024).
-        fractions: Whether a share of the device is allowed too, ``"60%"``. A small number is then asked for its unit.
+        value: An int of bytes, or text: a number and a unit (``B``, ``kB`` … ``TB`` in steps of 1000, ``KiB`` … ``TiB``
+            in steps of 1024).
+        fractions: Whether a share of the device, ``"60%"``, is allowed too. A small number then needs a unit.
 
     Returns:
-        An int of bytes, or a float: the fraction.
+        The bytes as an int, or the fraction as a float.
 
     Raises:
-        ValueError: It is nothing of the kind, or not positive.
-        TypeError: It is of another type.
+        ValueError: ``value`` is not an amount of memory, or not positive.
+        TypeError: ``value`` has another type.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. {_allowed(fractions)}")
@@ -52,7 +52,7 @@ def _allowed(fractions: bool) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """``size`` in KiB, MiB from one of them on, or GiB from ten."""
+    """Formats ``size`` in KiB below 1 MiB, in MiB below 10 GiB, and otherwise in GiB."""
     if abs(size) < 2**20:
         return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**20:,.1f} MiB" if abs(size) < 10 * 2**30 else f"{size / 2**30:.1f} GiB"

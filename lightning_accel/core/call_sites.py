@@ -1,4 +1,4 @@
-"""What the code of a caller says around a call, read from its bytecode once for every place."""
+"""Reads what a caller's bytecode does around a call, once for each place in the code."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ _FILLERS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME"})
 
 
 def at_call(code: CodeType, offset: int) -> tuple[list[dis.Instruction], int]:
-    """The instructions of ``code`` that do something or are jumped to, and which of them is at byte ``offset``.
+    """Returns the instructions of ``code``, without fillers, and the index of the one at byte ``offset``.
 
-    In Python 3.11 a call of a Python function stands at the cache entries behind its instruction: the last one before.
+    Keeps fillers that are jump targets. In Python 3.11 the offset of a call points behind its instruction, to a cache
+    entry: the index is that of the last instruction before it.
     """
     found = [i for i in dis.get_instructions(code) if i.opname not in _FILLERS or i.is_jump_target]
     return found, sum(i.offset <= offset for i in found) - 1
 
 
 def variables(instruction: dis.Instruction) -> tuple[str, ...]:
-    """The variables of an instruction, of which some have two since Python 3.13."""
+    """Returns the variables of an instruction. Since Python 3.13 some instructions have two."""
     return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
 
 def remembered(read: Callable[[CodeType, int], T], at_most: int = 4096) -> Callable[[FrameType], T]:
-    """``read(code, offset)`` of the place where a frame is, each read once.
+    """Returns a function of a frame that caches ``read(code, offset)`` for the frame's current place.
 
-    Of more places than ``at_most`` all are forgotten, since a notebook or a compiler makes code over and over.
+    The cache is cleared when it holds ``at_most`` places, since notebooks and compilers keep creating code.
     """
     known: dict[tuple[int, int], tuple[CodeType, T]] = {}
 
     def of(frame: FrameType) -> T:
-        # By identity, since hashing a code object hashes all that it holds. It is kept, so that no other takes its id.
+        # Keyed by id, since hashing a code object hashes all its contents. Keeping the object keeps its id unique.
         key = id(frame.f_code), frame.f_lasti
         found = known.get(key)
         if found is None:

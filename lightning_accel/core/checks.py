@@ -1,4 +1,4 @@
-"""Checks of settings, with errors that name the setting, the value, what is allowed and the nearest of it."""
+"""Checks of settings. Errors name the setting, its value, what is allowed and the nearest allowed value."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class SettingError(ValueError):
-    """A setting asks for what this model or machine cannot give: a message to the user, not a failure of a step."""
+    """A setting asks for something that this model or machine lacks: an error of the user, not of a step."""
 
 
 def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str) -> None:
-    """Raises a ``ValueError`` that names the nearest of ``allowed`` when ``given`` has a key beyond them."""
+    """Raises a ``ValueError`` that names the nearest of ``allowed`` if ``given`` has any other key."""
     for name in given:
         if name not in allowed:
             raise ValueError(
@@ -21,7 +21,7 @@ def check_names(given: Mapping[str, Any], *, allowed: Sequence[str], owner: str)
 
 
 def nearest(name: str, allowed: Sequence[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``allowed``, or nothing when none is close."""
+    """Returns ``"; did you mean 'x'?"`` for the closest of ``allowed``, or ``""`` if none is close."""
     matches = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 

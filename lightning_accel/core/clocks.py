@@ -1,4 +1,4 @@
-"""The clocks: the host's, and a GPU's own timeline by events. No other file reads a clock.
+"""Clocks: the host's clock, and a GPU's timeline measured by events. No other file reads a clock.
 
 Steps are timed by :mod:`~lightning_accel.core.step_timeline`, short calls by
 :mod:`~lightning_accel.experiment.time_calls`.
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch  # help and plans come without it
 
-# Taken once: what somebody exchanges in `time`, as tests do, neither stops nor counts our clocks.
+# Bound once, so that replacing functions of `time`, as tests do, does not affect these clocks.
 monotonic, perf_counter = time.monotonic, time.perf_counter
 perf_counter_ns, thread_time = time.perf_counter_ns, time.thread_time
 
 
 def seconds() -> float:
-    """The time in seconds, by the clock that times steps."""
+    """Returns the time in seconds, by the clock that times steps."""
     return perf_counter_ns() / 1e9
 
 
 class Stopwatch:
-    """Measures how long something takes on the host, once: a compilation, a file that is loaded.
+    """Measures how long one operation takes on the host, such as a compilation or loading a file.
 
     Args:
-        of_thread: Whether it counts the processor time of the calling thread, and not the time that passes.
+        of_thread: Whether to count the calling thread's processor time instead of elapsed time.
     """
 
     def __init__(self, *, of_thread: bool = False) -> None:
@@ -36,24 +36,24 @@ class Stopwatch:
         self._began = self._now()
 
     def seconds(self) -> float:
-        """The seconds since the stopwatch began."""
+        """Returns the seconds since the start or the last lap."""
         return self._now() - self._began
 
     def lap(self) -> float:
-        """Returns the seconds since the stopwatch began, and begins again."""
+        """Returns the seconds since the start or the last lap, and starts the next lap."""
         took = self.seconds()
         self._began += took
         return took
 
 
 class Deadline:
-    """A moment that is some seconds away. Nothing is measured by it."""
+    """A point in time some seconds ahead. It is not used for measurements."""
 
     def __init__(self, seconds: float) -> None:
         self._at = monotonic() + seconds
 
     def left_s(self) -> float:
-        """The seconds until then; negative once it is over."""
+        """Returns the remaining seconds; negative after the deadline."""
         return self._at - monotonic()
 
     def is_over(self) -> bool:
@@ -61,45 +61,45 @@ class Deadline:
 
 
 class HostClock:
-    """The host's clock. It is right on a CPU, where a call returns when its work is done.
+    """The host's clock. It is accurate for a CPU, where a call returns when its work is done.
 
     Attributes:
-        mark: Returns the present instant.
-        elapsed: From the second instant to the first, in units of ``unit_ms``.
-        unit_ms: Milliseconds.
-        is_host: Whether every instant that was marked is over.
+        mark: Returns the current instant.
+        elapsed: Returns the time from its second argument to its first, in units of ``unit_ms``.
+        unit_ms: The unit of ``elapsed`` in milliseconds.
+        is_host: Whether every marked instant has already passed.
     """
 
     is_host = True
     unit_ms = 1e-6
 
     def __init__(self) -> None:
-        # Python's own functions, without a frame for each: a step calls them eight times.
+        # Built-in functions need no Python frame. A step calls them eight times.
         self.mark: Callable[[], Any] = perf_counter_ns
         self.elapsed: Callable[[Any, Any], float] = operator.sub
 
     def ms_between(self, earlier: Any, later: Any) -> float:
-        """Milliseconds from one instant to another; on a GPU once it has passed both."""
+        """Returns the milliseconds between two instants. On a GPU the device must have passed both."""
         return self.elapsed(later, earlier) * self.unit_ms
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device has come to this instant."""
+        """Returns whether the device has reached this instant."""
         return True
 
     def wait_for(self, mark: Any) -> None:
-        """Waits until the device has come to this instant."""
+        """Waits until the device has reached this instant."""
 
     def follow_stream(self) -> None:
-        """Marks from the next instant on in the stream that is current then."""
+        """Records later instants in the stream that is current at the next one."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Takes instants back that nobody asks for any more."""
+        """Takes back instants that are no longer needed."""
 
 
 class EventClock(HostClock):
-    """A device's own timeline: every instant is an event in its stream, read once the device has passed it.
+    """A GPU's timeline: each instant is an event in the device's stream, read after the device has passed it.
 
-    Events return to a pool when they are released, so memory does not grow with the run.
+    Released events return to a pool, so memory does not grow with the run.
     """
 
     is_host = False
@@ -108,7 +108,7 @@ class EventClock(HostClock):
     def __init__(self, new_event: Callable[[], Any], current_stream: Callable[[], Any] = lambda: None) -> None:
         self._new_event, self._current_stream = new_event, current_stream
         self._pool: list[Any] = []
-        self._stream: Any = None  # asked for where it is first needed
+        self._stream: Any = None  # looked up at first use
         self.mark = self._record
         self.elapsed = lambda event, earlier: earlier.elapsed_time(event)
 
@@ -133,7 +133,7 @@ class EventClock(HostClock):
 
 
 def clock_for(device: torch.device) -> HostClock:
-    """The clock that tells the time of ``device``."""
+    """Returns the clock that measures work on ``device``."""
     if device.type != "cuda":
         return HostClock()
     import torch
@@ -145,7 +145,7 @@ def clock_for(device: torch.device) -> HostClock:
 
 
 class Span:
-    """The time from here to :meth:`stop` on a device; on a GPU between two events, which keeps nobody waiting."""
+    """The time from creation to :meth:`stop` on a device. On a GPU, two events measure it without blocking the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_for(device)
@@ -155,6 +155,6 @@ class Span:
         self._ended = self._clock.mark()
 
     def seconds(self) -> float:
-        """The seconds taken. Waits for the device if it is not there yet."""
+        """Returns the measured seconds. Waits for the device if necessary."""
         self._clock.wait_for(self._ended)
         return self._clock.ms_between(self._began, self._ended) / 1e3

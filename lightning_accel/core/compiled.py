@@ -1,4 +1,4 @@
-"""What `torch.compile` and the rest of the package must know of each other."""
+"""Helpers for `torch.compile`: tells which modules are compiled, compiles a call in place, runs modules eagerly."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NUMBERS = itertools.count()
 _FORWARD_PATCH = "lightning_accel_compiled_forward"
 
 RUNS_EAGERLY = "runs_eagerly"
-"""Set on what stands where a compiled call would, and compiles nothing: what names a module in a trace."""
+"""Set on a callable that replaces a compiled call but compiles nothing, such as one that names modules in traces."""
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this very module run compiled code, by ``module.compile()`` or ``torch.compile(module)``."""
+    """Returns whether calls of this module itself are compiled: ``module.compile()`` or ``torch.compile(module)``."""
     return (
         _was_compiled_by_lightning(module)
         or _FORWARD_PATCH in vars(module)
@@ -42,27 +42,27 @@ def _has_compiled_call(module: nn.Module) -> bool:
 
 
 def _was_compiled_by_lightning(module: nn.Module) -> bool:
-    """Whether Lightning got it as ``torch.compile(module)``: it has then put compiled methods on the original."""
+    """Returns whether Lightning was given ``torch.compile(module)``: it puts compiled methods on the original."""
     return any(hasattr(vars(module).get(name), "get_compiler_config") for name in ("forward", "training_step"))
 
 
 def is_inside_compiled(model: nn.Module, site: str) -> bool:
-    """Whether the module at ``site``, or one around it, is compiled."""
+    """Returns whether the module at ``site``, or one that contains it, is compiled."""
     parts = site.split(".") if site else []
     return any(is_compiled(model.get_submodule(".".join(parts[:depth]))) for depth in range(len(parts) + 1))
 
 
 class CompiledKind:
-    """Modules that are alike as far as a compiler is concerned, and share what it makes: it is asked once for all.
+    """Modules that compile to the same code and share it, so that each graph is compiled once for all of them.
 
     Args:
-        told: Called with this whenever a graph was compiled, in the midst of a call.
+        told: Called with this object after each compilation, in the middle of a module's call.
 
     Attributes:
-        prepare: Edits a captured graph before the compiler gets it.
-        graphs: How many graphs were compiled; a call anew with what the compiler has not seen adds to them.
-        seconds: What that has taken, backward passes, which are compiled when they are first needed, left out.
-        call: The compiled call, which takes a module first; None before there is any.
+        prepare: Edits a captured graph before it is compiled.
+        graphs: How many graphs were compiled. A call that needs a new graph adds one.
+        seconds: The time of these compilations, without backward passes, which are compiled at first use.
+        call: The compiled call, which takes the module as first argument. None before :func:`compile_call`.
     """
 
     def __init__(self, told: Callable[[CompiledKind], None] = lambda kind: None) -> None:
@@ -73,7 +73,7 @@ class CompiledKind:
         self._told = told
 
     def compiled(self, graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
-        """What the compiler makes of a graph; counted and timed."""
+        """Returns the compiled graph. Counts and times the compilation."""
         self.prepare(graph)
         stopwatch = Stopwatch()
         try:
@@ -84,7 +84,7 @@ class CompiledKind:
             self._told(self)
 
     def forget(self) -> None:
-        """Lets go of what was compiled, and of the model: torch keeps every backend as long as the process lives."""
+        """Releases the compiled call and the model: torch keeps every backend alive until the process ends."""
         self.call = None
         self.prepare = lambda graph: None
         self._told = lambda kind: None
@@ -96,14 +96,15 @@ def compile_call(
     prepare: Callable[[GraphModule], None] = lambda graph: None,
     kind: CompiledKind | None = None,
 ) -> None:
-    """Compiles a module's call in place, as ``module.compile()`` does for modules of the user's own.
+    """Compiles a module's call in place, as ``module.compile()`` does for classes of the user.
 
-    Of one that FSDP shards only the forward is compiled, within the hooks that gather its parameters: the compiler
-    leaves those hooks out. ``options`` are TorchInductor's; ``prepare`` edits a captured graph before it gets it. What
-    is compiled is shared with other modules of that ``kind``, which have the same options.
+    Of a module that FSDP shards, only the forward is compiled, inside the hooks that gather parameters: the compiler
+    would skip those hooks. ``options`` are TorchInductor's. ``prepare`` edits a captured graph before its compilation.
+    Modules of the same ``kind`` share compiled code and must have the same options.
 
-    For those of ``torch.nn`` itself (``nn.TransformerEncoderLayer``, ``nn.Sequential``) that silently compiles
-    nothing: the compiler starts at no frame whose code is torch's (torch 2.13). Here it starts at one of ours.
+    For classes of ``torch.nn`` (``nn.TransformerEncoderLayer``, ``nn.Sequential``) ``module.compile()`` silently
+    compiles nothing: the compiler starts at no frame of torch's own code (torch 2.13). Here it starts at a frame of
+    this package.
     """
     kind = kind or CompiledKind()
     kind.prepare = prepare
@@ -118,7 +119,7 @@ def compile_call(
                 return original(self, *args, **kwargs)
 
             compiled = torch.compile(_with_own_code(forward), backend=backend)
-            return lambda self, *args, **kwargs: compiled(self, *args, **kwargs)  # a plain function, as methods are
+            return lambda self, *args, **kwargs: compiled(self, *args, **kwargs)  # a plain function can be bound
 
         patch = vars(module)[_FORWARD_PATCH] = MethodPatch("", "compiled", module, "forward", compiled_forward)
         patch.apply()
@@ -134,45 +135,45 @@ def compile_call(
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object of its own.
+    """Returns the function with a code object of its own.
 
-    Torch keeps compiled versions with the code: a limited number, looked through one after another at every call. All
-    the blocks of all models in the process would share them, and past the limit torch runs them eagerly, unseen. Those
-    of one kind may, as one version serves them all. The
-    code keeps what it was compiled to until ``torch._dynamo.reset()``, as with every function given to torch.compile.
+    Torch keeps compiled versions with the code object: a limited number, searched one by one at every call. If all
+    blocks of all models shared one, torch would silently run them eagerly past the limit. Modules of one kind may share
+    it, as one version serves them all. The versions stay until ``torch._dynamo.reset()``, as for every function given
+    to torch.compile.
     """
     assert isinstance(function, FunctionType)
-    # By names torch tells which sizes change from call to call: those of one block are not another's.
+    # Torch records by function name which sizes change between calls. Different blocks need different names.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_NUMBERS)}")
     return FunctionType(code, function.__globals__, function.__name__, closure=function.__closure__)
 
 
 def undo_compile(module: nn.Module) -> None:
-    """Lets the module's calls run eagerly again."""
+    """Makes the module's calls run eagerly again."""
     set_compiled_call(module, None)
     if (patch := vars(module).pop(_FORWARD_PATCH, None)) is not None:
         patch.undo()
 
 
 def eager_call(module: nn.Module) -> Callable[..., Any]:
-    """What calls a module past its compiled form."""
-    # Within the module's own call its parameters are gathered already; another call would give them back.
+    """Returns a callable that runs the module without its compiled call."""
+    # Inside the module's own call its parameters are gathered already. A nested call would release them.
     return module.forward if is_gathered_by_hooks(module) else modules.eager_call(module)
 
 
 def is_gathered_by_hooks(module: nn.Module) -> bool:
-    """Whether FSDP gathers the module's parameters in hooks around its forward."""
-    # Asked without an import: whoever sharded a module has imported it.
+    """Returns whether FSDP gathers the module's parameters in hooks around its forward."""
+    # Not imported here: whoever sharded a module has imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 @contextmanager
 def eager_where_compiled(model: nn.Module) -> Iterator[None]:
-    """Runs compiled parts of ``model`` eagerly, for a step that is watched by a dispatch or function mode.
+    """Runs compiled parts of ``model`` eagerly, for a step under a dispatch mode or a function mode.
 
-    Compiled code called under a dispatch mode runs eagerly ever after, and under a function mode is compiled anew
-    (torch 2.13); told to stand aside, it comes back unharmed.
+    Compiled code called under a dispatch mode stays eager afterwards, and under a function mode is compiled again
+    (torch 2.13). The stance ``force_eager`` prevents both.
     """
     if any(is_compiled(module) for module in model.modules()):
         with torch.compiler.set_stance("force_eager"):

@@ -1,4 +1,4 @@
-"""Devices: where a module is, and when its device has finished."""
+"""Helpers for devices: where a module is, how float32 products are rounded, and waiting for a device."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROUNDED = {"bf16": torch.bfloat16, "tf32": torch.float16}  # the coarser first
+_ROUNDED = {"bf16": torch.bfloat16, "tf32": torch.float16}  # the coarser one first
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's first parameter; the CPU without any."""
+    """Returns the device of a module's first parameter, or the CPU if it has none."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device as it is told from others of its kind: of CUDA, torch means the current one where it has no index."""
+    """Returns the device with its index. CUDA without an index means the current device."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def dtype_of_products(device: torch.device, *, convolves: bool = False) -> torch.dtype | None:
-    """As what the run allows float32 to be multiplied, in convolutions too where it ``convolves``.
+    """Returns the dtype as which the run may round float32 factors; None for full float32.
 
-    TF32, which torch's own default allows cuDNN, rounds as float16 does.
+    ``convolves`` includes convolutions. TF32, which torch allows cuDNN by default, rounds as float16 does.
     """
     backends: Any = torch.backends
     is_cuda = device.type == "cuda"
@@ -37,7 +37,7 @@ def dtype_of_products(device: torch.device, *, convolves: bool = False) -> torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until ``device`` has done what it was given; a CPU has."""
+    """Waits until ``device`` has finished its queued work. A CPU has no queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

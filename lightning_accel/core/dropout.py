@@ -1,4 +1,4 @@
-"""Dropout switched off, wherever it is, while numbers are compared."""
+"""Switches all dropout off while numbers are compared."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _is_off = EngineVar("_is_off", default=False)
 
 
 def is_dropout_off() -> bool:
-    """Whether this very call is inside :func:`dropout_off`, for kernels that are no functions of torch's."""
+    """Returns whether this call is inside :func:`dropout_off`, for kernels that are not torch functions."""
     return _is_off.get()
 
 
 @contextmanager
 def dropout_off(module: nn.Module) -> Iterator[list[float]]:
-    """Switches dropout off, in modules inside ``module`` and wherever a function of torch's is asked for it.
+    """Switches dropout off in the modules inside ``module`` and in all calls of torch's dropout functions.
 
     Yields:
         The rates that were switched off.
@@ -53,7 +53,7 @@ def dropout_off(module: nn.Module) -> Iterator[list[float]]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Has torch's dropout functions, and its attention, drop nothing."""
+    """Makes torch's dropout and attention functions drop nothing."""
 
     def __init__(self, rates: list[float]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _NoDropout(TorchFunctionMode):
                 self._rates.append(rate)
                 return given["input"]
         if func is F.scaled_dot_product_attention:
-            at = 4  # of scaled_dot_product_attention(query, key, value, attn_mask, dropout_p)
+            at = 4  # its position in scaled_dot_product_attention(query, key, value, attn_mask, dropout_p)
             rate = args[at] if len(args) > at else kwargs.pop("dropout_p", 0.0)
             args = (*args[:at], 0.0, *args[at + 1 :]) if len(args) > at else args
             if rate > 0:

@@ -1,4 +1,4 @@
-"""Context variables for code that autograd calls, too, on threads of its own."""
+"""Context variables that also work on autograd's own threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _UNSET = object()
 
 
 class EngineVar(Generic[T]):
-    """A :class:`~contextvars.ContextVar` that holds on autograd's threads, too.
+    """A :class:`~contextvars.ContextVar` whose value is also visible on autograd's threads.
 
-    The backward pass of what is on a GPU runs on a thread that autograd has made, with no context of Python's, and
-    what is recomputed there asks the same questions. It sees what was set last, by whichever thread.
+    Autograd runs the backward pass of GPU work on its own threads, which have no Python context. Code that is
+    recomputed there reads the value that was set last, by any thread.
 
     Args:
         name: For debugging.
-        default: The value where nothing is set.
+        default: The value if nothing is set.
     """
 
     def __init__(self, name: str, default: T) -> None:
@@ -31,8 +31,8 @@ class EngineVar(Generic[T]):
         self._all: dict[int, T] = {}
 
     def get(self) -> T:
-        """The value that is in force here."""
-        value = self._own.get(_UNSET)  # asked at every call of some modules, where mostly nothing is set
+        """Returns the current value."""
+        value = self._own.get(_UNSET)  # some modules ask at every call, mostly with nothing set
         if value is not _UNSET:
             return cast(T, value)
         if self._all and is_on_foreign_thread():
@@ -41,7 +41,7 @@ class EngineVar(Generic[T]):
 
     @contextmanager
     def being(self, value: T) -> Iterator[None]:
-        """Has this value inside."""
+        """Sets the value inside the context."""
         token = self._own.set(value)
         self._all[id(token)] = value
         try:

@@ -1,4 +1,4 @@
-"""Meets the first call of a module, for techniques that try something on the user's own first input."""
+"""Intercepts the first call of a module, for techniques that run a trial on the user's own first input."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_accel.core.patch import MethodPatch
 def at_first_call(
     site: str, module: nn.Module, meet: Callable[[Any, Any], None], *, when: Callable[[], bool] = lambda: True
 ) -> MethodPatch:
-    """An edit that lasts for one call of this very module, not of a copy: it is undone, met, and then runs as ever.
+    """Returns an edit that intercepts one call of this module, not of its copies, and then undoes itself.
 
     Args:
         site: The module's name in the model.
         module: The module.
-        meet: Called with the arguments; the module is by then as it was, and runs as ``meet`` leaves it.
-        when: Says at a call whether it is one to be met.
+        meet: Called with the arguments after the edit is undone. The module then runs as ``meet`` leaves it.
+        when: Called before each interception. Returns whether to intercept this call.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

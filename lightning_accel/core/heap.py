@@ -1,4 +1,4 @@
-"""The heap of the process: which library keeps it, what it costs in page faults, and when it gives memory back."""
+"""The heap of the process: which library manages it, what page faults cost, and when it returns memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_accel.core.clocks import Stopwatch
 
 GLIBC, JEMALLOC, TCMALLOC = "glibc", "jemalloc", "tcmalloc"
 
-# mallopt(3). Its numbers, and the values that glibc comes to at most by itself where nobody sets any.
+# Parameters of mallopt(3), and the first and the largest threshold of glibc's own adaptation.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _FIRST_MMAP_THRESHOLD, _LAST_MMAP_THRESHOLD = 128 << 10, 32 << 20
 
@@ -27,31 +27,31 @@ _PROBE_RATIO = 1.1
 _FAULTS_TIMED = 512
 
 KEPT_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(_KEPT_FROM_MMAP), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""What :meth:`Heap.keep_free_memory` does, for a process that is about to start."""
+"""The effect of :meth:`Heap.keep_free_memory`, for a process that is about to start."""
 
 _DISABLE_ITS_RULE = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def release_free_memory() -> None:
-    """Gives free pieces of the heap back, where the C library is glibc; elsewhere nothing.
+    """Returns free heap memory to the system if the C library is glibc; otherwise does nothing.
 
-    A trial frees what it made, but glibc keeps the pieces for later: a run would hold memory that no step of it needs.
-    See malloc_trim(3).
+    glibc keeps what a trial frees for later use, so the run would hold memory that none of its steps needs. See
+    malloc_trim(3).
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # musl, macOS; Windows takes no None
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def page_faults() -> int:
-    """How many pages this process has had to ask the system for since it began, without those read from a disk."""
-    import resource  # which Windows does not have
+    """Returns how many page faults without disk access (minor faults) this process has had."""
+    import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @functools.cache
 def page_fault_ms() -> float:
-    """What one page costs here that the system has to find and to clear, in milliseconds; measured once a process."""
+    """Returns the milliseconds of one page fault, in which the system finds and clears a page; measured once."""
     size = _FAULTS_TIMED * mmap.PAGESIZE
 
     def written_ms(region: mmap.mmap) -> float:
@@ -61,14 +61,14 @@ def page_fault_ms() -> float:
         return 1e3 * stopwatch.seconds()
 
     costs = []
-    for _ in range(3):  # the least: whatever else the machine does only adds to it
+    for _ in range(3):  # the minimum is kept: other work of the machine only adds time
         with mmap.mmap(-1, size) as region:
             costs.append(written_ms(region) - written_ms(region))
     return max(0.0, min(costs)) / _FAULTS_TIMED
 
 
 def heap_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables by which the user has decided on the heap: those settings are theirs."""
+    """Returns the environment variables with which the user has configured the heap."""
     names = [name for name in (*_DISABLE_ITS_RULE, "MALLOC_ARENA_MAX", "MALLOC_CONF") if environment.get(name)]
     if "malloc" in environment.get("GLIBC_TUNABLES", ""):
         names.append("GLIBC_TUNABLES")
@@ -78,16 +78,16 @@ def heap_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def heap_in_use() -> str:
-    """Whose the heap of this process is: ``"glibc"``, ``"jemalloc"``, ``"tcmalloc"``; else the library's file name.
+    """Returns what manages this process's heap: ``"glibc"``, ``"jemalloc"``, ``"tcmalloc"``, or a library's file name.
 
-    Empty where that cannot be told.
+    Empty if it cannot be determined.
     """
     if sys.platform != "linux":
         return ""
     process = ctypes.CDLL(None)
     found = _DlInfo()
     try:
-        # Not malloc itself: of a program that takes its address (Debian's Python 3.14), that is a stub in the program.
+        # Not malloc: if a program takes its address (Debian's Python 3.14), dladdr() finds a stub in the program.
         of_the_heap = ctypes.cast(process.malloc_usable_size, ctypes.c_void_p)
         found_any = process.dladdr(of_the_heap, ctypes.byref(found))
     except AttributeError:
@@ -110,18 +110,18 @@ class _DlInfo(ctypes.Structure):
 
 
 class Heap:
-    """glibc's heap, told when to give memory back.
+    """glibc's heap, with control over when it returns memory to the system.
 
-    From a *threshold* on, glibc asks the system for each piece by itself and gives it back when it is freed; and it
-    gives back the end of its heap where that is free from twice the threshold on. Every page of it has to be found and
-    cleared anew. The threshold begins at 128 KiB and rises to the largest piece that was given back, 32 MiB at most.
-    That rule ends for good when a threshold is set by mallopt(3), so what it had come to is set instead of it.
+    glibc requests each piece above a *threshold* directly from the system and returns it when it is freed. It also
+    returns the end of its heap when twice the threshold is free there. Every page must then be found and cleared again.
+    The threshold starts at 128 KiB and rises to the largest piece freed so far, at most to 32 MiB. Setting a threshold
+    by mallopt(3) ends this adaptation for good. To undo it, the value reached before is set.
 
     Raises:
         OSError: The heap of this process is not glibc's.
     """
 
-    _plain_threshold: int | None = None  # of the process: once the rule has ended, nobody can ask for it any more
+    _plain_threshold: int | None = None  # per process: cannot be measured once the adaptation has ended
 
     def __init__(self) -> None:
         if heap_in_use() != GLIBC:
@@ -133,29 +133,29 @@ class Heap:
         self._libc.malloc_usable_size.restype = ctypes.c_size_t
 
     def keep_free_memory(self) -> None:
-        """From now on freed memory stays with the process, for the next step."""
+        """Keeps freed memory in the process, for the next step."""
         self._note_plain_threshold()
         self._set(_KEPT_FROM_MMAP, _NEVER_TRIMMED)
 
     def as_it_was(self) -> None:
-        """What glibc's rule had come to before :meth:`keep_free_memory`; what is free goes back to the system."""
+        """Restores the threshold from before :meth:`keep_free_memory` and returns free memory to the system."""
         threshold = self._note_plain_threshold()
         self._set(threshold, max(_FIRST_MMAP_THRESHOLD, 2 * threshold))
         release_free_memory()
 
     def leave(self) -> None:
-        """What glibc's rule comes to at most: nobody can tell any more where it would have come to."""
+        """Sets the largest threshold that glibc adapts to, since the one it would have reached is unknown."""
         self._set(_LAST_MMAP_THRESHOLD, 2 * _LAST_MMAP_THRESHOLD)
         Heap._plain_threshold = _LAST_MMAP_THRESHOLD
         release_free_memory()
 
     def mmap_threshold(self) -> int:
-        """From how many bytes on a piece is the system's own, to a tenth.
+        """Measures from how many bytes on glibc requests a piece directly from the system, to within 10 %.
 
-        The rule sees pieces come and go that are larger by that tenth, and takes them for the program's.
+        The measurement frees pieces up to 10 % larger than the threshold, so it may raise the threshold by as much.
         """
         found: list[int] = []
-        # A thread of its own has a part of the heap of its own, with nothing free in it that would be taken first.
+        # A new thread has its own part of the heap, without free pieces that malloc would use first.
         prober = threading.Thread(target=lambda: found.append(self._probed_threshold()))
         prober.start()
         prober.join()
@@ -169,7 +169,7 @@ class Heap:
     def _probed_threshold(self) -> int:
         size = _FIRST_MMAP_THRESHOLD
         while size < _LAST_MMAP_THRESHOLD:
-            # A piece of the system's has whole pages: nearly one more than was asked for here.
+            # A piece from the system is rounded up to whole pages: here by nearly one page.
             asked = size // mmap.PAGESIZE * mmap.PAGESIZE + 8
             piece = self._libc.malloc(asked)
             is_own = self._libc.malloc_usable_size(piece) - asked > mmap.PAGESIZE // 2
@@ -180,6 +180,6 @@ class Heap:
         return _LAST_MMAP_THRESHOLD
 
     def _set(self, mmap_threshold: int, trim_threshold: int) -> None:
-        if not self._libc.mallopt(_M_MMAP_THRESHOLD, mmap_threshold):  # before glibc 2.35 there was a largest value
+        if not self._libc.mallopt(_M_MMAP_THRESHOLD, mmap_threshold):  # glibc before 2.35 has a maximum
             self._libc.mallopt(_M_MMAP_THRESHOLD, _LAST_MMAP_THRESHOLD)
         self._libc.mallopt(_M_TRIM_THRESHOLD, trim_threshold)

@@ -1,4 +1,4 @@
-"""What one machine has: the device a run uses, its fast dtypes, its kernels and compilers. Asked once per run."""
+"""Facts about this machine: the device of a run, its fast dtypes, kernels and compilers. Detected once per run."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from lightning_accel.core.torch_private.other_libraries import tpu_library
 
 HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 
-# AMD's architectures with matrix instructions for bfloat16: CDNA from MI100 on, RDNA from 3 on. Torch says of every AMD
-# card that it takes bfloat16. https://rocm.docs.amd.com/en/latest/reference/precision-support.html
+# AMD's architectures with matrix instructions for bfloat16: CDNA from MI100 on, RDNA from 3 on. Torch reports
+# bfloat16 for every AMD card. https://rocm.docs.amd.com/en/latest/reference/precision-support.html
 _BF16_ARCHITECTURES = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
-# From the widest on, by the names that torch.cpu.get_capabilities() has for them.
+# The widest first, by their names in torch.cpu.get_capabilities().
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The facts about a machine that the techniques decide by, so that they ask nobody else.
+    """The facts about a machine on which techniques base their decisions.
 
-    A plain value: build one by hand to see what a run would do on a machine that is not at hand.
+    A plain value: create one by hand to see what a run would do on another machine.
 
     Attributes:
         kind: The family of device the run computes on. AMD cards are ``"rocm"`` although torch calls them ``cuda``.
         device_name: The device's name as its vendor writes it.
-        capability: CUDA compute capability ``(major, minor)``; None on every other kind.
-        arch: An AMD card's architecture: ``"gfx942"``; empty on every other kind.
-        instructions: The widest instructions that a CPU of the x86 family computes with: ``"AVX2"``,
-            ``"AVX512-BF16"``; its name alone does not tell. Empty on every other kind.
-        native_bf16: Whether matrix units (or AVX512-BF16, AMX) compute in bfloat16, rather than emulate it.
-        compiler: What TorchInductor would build kernels with (``"triton"`` or a C++ compiler); None when there is none.
-        kernels: Attention kernels that are installed beside torch's own, by the names that ``flash_attention`` takes:
+        capability: CUDA compute capability ``(major, minor)``; None for all other kinds.
+        arch: An AMD card's architecture: ``"gfx942"``; empty for all other kinds.
+        instructions: The widest vector instructions of an x86 CPU: ``"AVX2"``, ``"AVX512-BF16"``. The CPU's name does
+            not tell them. Empty for all other kinds.
+        native_bf16: Whether hardware (matrix units, AVX512-BF16 or AMX) computes in bfloat16, rather than emulating it.
+        compiler: What TorchInductor would build kernels with (``"triton"`` or a C++ compiler); None if there is none.
+        kernels: Attention kernels installed besides torch's own, by the names that ``flash_attention`` accepts:
             ``"flash-attn"``, ``"fa3"``, ``"fa4"``.
     """
 
@@ -58,7 +58,7 @@ class Host:
 
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Host:
-        """Asks torch about ``device``, by default the one that Lightning's ``accelerator="auto"`` would take."""
+        """Detects the facts about ``device``, by default the device of Lightning's ``accelerator="auto"``."""
         device = torch.device(device if device is not None else _default_device_type())
         if device.type == "cuda":
             return cls._detect_cuda(device)
@@ -90,13 +90,13 @@ class Host:
         if torch.version.hip is None:
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
             return made(kind="cuda", capability=torch.cuda.get_device_capability(device), native_bf16=bf16)
-        # With what it was built with, behind a colon: gfx90a:sramecc+:xnack-
+        # Build features may follow a colon: gfx90a:sramecc+:xnack-
         arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
         return made(kind="rocm", arch=arch, native_bf16=arch.startswith(_BF16_ARCHITECTURES))
 
     @property
     def described(self) -> str:
-        """For people: ``"AMD EPYC, AVX2 (cpu)"``."""
+        """Device name, instructions and kind, for users: ``"AMD EPYC, AVX2 (cpu)"``."""
         return f"{', '.join(filter(None, (self.device_name, self.instructions)))} ({self.kind})"
 
     @property
@@ -106,12 +106,12 @@ class Host:
 
 
 def usable_cores() -> int:
-    """How many CPU cores this process may use."""
+    """Returns how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _default_device_type() -> str:
-    # In Lightning's order, and by the questions that it asks.
+    # In Lightning's order and with Lightning's checks.
     if _ask_tpus("num_available_devices"):
         return "xla"
     if _has_apple_gpu():
@@ -120,34 +120,34 @@ def _default_device_type() -> str:
 
 
 def _tpu_name() -> str | None:
-    """``"TPU v5"``; None where XLA computes on something else, or is not installed."""
+    """Returns a name such as ``"TPU v5"``; None if XLA computes on another device or is not installed."""
     try:
         if importlib.import_module("torch_xla.runtime").device_type() != "TPU":
             return None
-    except Exception:  # as below
+    except Exception:  # as in _ask_tpus()
         return None
-    version = _ask_tpus("version")  # asked of the network, which does not know every name that it is given
+    version = _ask_tpus("version")  # a network request, which may fail
     return "TPU" if version is None else f"TPU v{version}"
 
 
 def _ask_tpus(question: str) -> Any:
     try:
         return getattr(tpu_library(), question)()
-    except Exception:  # not installed, built for another torch, not configured: there is nothing to compute on
+    except Exception:  # not installed, built for another torch or not configured: no TPU
         return None
 
 
 def _has_apple_gpu() -> bool:
-    is_disabled = os.environ.get("DISABLE_MPS", "0") == "1"  # by which Lightning lets users opt out
+    is_disabled = os.environ.get("DISABLE_MPS", "0") == "1"  # Lightning's switch for opting out
     return not is_disabled and torch.backends.mps.is_available() and platform.processor() in ("arm", "arm64")
 
 
 def _installed_kernels() -> frozenset[str]:
-    """The names of :attr:`Host.kernels` that are here. Nothing is imported: flash-attn's package loads its library."""
+    """Returns which :attr:`Host.kernels` are installed. Imports nothing: flash-attn would load its library."""
     found = {"fa3"} if importlib.util.find_spec("flash_attn_interface") else set()
     package = importlib.util.find_spec("flash_attn")
     if package is not None:
-        # FlashAttention 4 installs its part of the package alone, without an __init__.
+        # FlashAttention 4 installs only its subfolder, without an __init__ of the package.
         found |= {"flash-attn"} if package.origin is not None else set()
         folders = package.submodule_search_locations or ()
         found |= {"fa4"} if any(Path(folder, "cute").is_dir() for folder in folders) else set()
@@ -157,7 +157,7 @@ def _installed_kernels() -> frozenset[str]:
 def _cpu_capabilities() -> dict[str, Any]:
     if hasattr(torch.cpu, "get_capabilities"):
         return dict(torch.cpu.get_capabilities())
-    # torch 2.11 has only private questions: the system is asked, and where that is not Linux nothing is known.
+    # torch 2.11 has no public function for this. Linux knows the flags; on other systems nothing is known.
     flags = (from_cpuinfo("flags") or "").split()
     return {flag.replace("avx512f", "avx512_f"): True for flag in flags}
 

@@ -1,4 +1,4 @@
-"""A trial leaves no trace: nobody who watches the run sees it, and what it changes is brought back."""
+"""Runs trials without a trace: observers of the run do not see a trial, and its changes are undone."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _under_trial = EngineVar("_under_trial", default=False)
 
 
 def is_trial() -> bool:
-    """Whether this call is part of a trial. Hooks that watch the run itself ask that."""
+    """Returns whether this call is part of a trial. Hooks that observe the run ask this."""
     return _under_trial.get()
 
 
 @contextmanager
 def isolated(module: nn.Module, device: torch.device | None = None) -> Iterator[list[str]]:
-    """Brings random streams, buffers, attributes and the active dispatch modes back when it ends.
+    """Restores random streams, buffers, attributes and the active dispatch modes at the end of the context.
 
     Yields:
-        A list that holds, once the context has ended, the paths of what had changed, torch's random streams left out.
+        A list that holds, after the context, the paths of what had changed, without torch's random streams.
     """
     snapshot = StateSnapshot(module, Level.FULL, device or device_of(module))
     changed: list[str] = []
-    # Nobody sees a trial: not who counts FLOPs or watches storages, nor a checkpoint around this module, which counts
-    # what is saved for backward. And no autocast region of the user's reuses a weight that is cast here.
+    # Hides the trial from FLOP counters, from modes that watch storages, and from a checkpoint around this module,
+    # which counts saved tensors. An autocast region of the user must not reuse a weight that is cast here.
     hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
     with _under_trial.being(True), without_dispatch_modes(), hooks, no_cast_cache():
         try:
@@ -49,7 +49,7 @@ def _pack(saved: Tensor) -> tuple[Tensor, int]:
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    # Autograd leaves this check to the hooks. Without it a trial would pass where the run then raises.
+    # With hooks, autograd skips this check. Without it a trial would pass where the run then raises.
     saved, version = packed
     if version_of(saved) != version:
         raise RuntimeError("a tensor that its backward pass needs was modified in place")
@@ -57,5 +57,5 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def no_cast_cache() -> AbstractContextManager[None]:
-    """Inside, an active autocast region casts every weight anew at each use."""
+    """Makes an active autocast region cast every weight anew at each use."""
     return temporarily(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False)

@@ -1,7 +1,7 @@
-"""The kinds of state that a snapshot keeps: names, values of tensors, items of containers, what training changes.
+"""Functions that keep one kind of state each: names, tensor values, items of containers, what training changes.
 
-Each function keeps one kind as it is now. It returns a function that brings it back, once or several times, and tells
-the paths of what had changed.
+Each function keeps the present state and returns a function that restores it, once or several times. That function
+yields the paths of what had changed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lightning_accel.core.patch import is_edit
 from lightning_accel.core.tree import map_leaves
 
 Names = dict[str, Any]
-"""What a step may rebind: the attributes of an object, the buffers of a module."""
+"""Names that a step may rebind: the attributes of an object or the buffers of a module."""
 
 Restore = Callable[[], Iterable[str]]
 
 TORCHS_OWN = frozenset(vars(nn.Module())) | {"forward", "track_running_stats"}
-"""Attributes of a module that no snapshot keeps: torch's own, and those that trials set and reset by themselves."""
+"""Attributes of a module that no snapshot keeps: torch's own, and those that trials set and reset themselves."""
 
 _ABSENT = object()
 
 
 def can_be_restored(value: Any) -> TypeGuard[Tensor]:
-    """Whether ``value`` is a tensor that can be copied, compared and written to, as most buffers can."""
+    """Returns whether ``value`` is a tensor that can be copied, compared and written to, as most buffers can."""
     if not isinstance(value, Tensor) or is_lazy(value):
         return False
     if value.layout != torch.strided or value.is_nested or value.is_meta or value.is_inference():
@@ -45,8 +45,8 @@ def joined(path: str, name: str) -> str:
 
 
 def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
-    """Keeps which objects the names in each dict stand for, and their order. Whoever has made an edit undoes it."""
-    kept = list(map(dict.copy, [names for _, names in places]))  # at every step: without a call from Python for each
+    """Keeps which objects the names in each dict refer to, and the order of names. Skips edits of this package."""
+    kept = list(map(dict.copy, [names for _, names in places]))  # runs at every step: map() saves Python calls
 
     def restore() -> Iterator[str]:
         for (path, names), before in zip(places, kept, strict=True):
@@ -60,7 +60,7 @@ def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
                 else:
                     del names[name]
                 yield joined(path, name)
-            if has_lost:  # a name that was deleted and set again comes last: state_dict() would have another order
+            if has_lost:  # else a restored name comes last, in another order for state_dict()
                 for name in [name for name in before if name in names]:
                     names[name] = names.pop(name)
 
@@ -70,10 +70,10 @@ def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
 def keep_values(
     tensors: Iterable[tuple[str, Tensor]], copies_on: torch.device | None = None, *, packed: bool = False
 ) -> Restore:
-    """Keeps the values of tensors, and compares them: batch norm's kernels write statistics and count no version.
+    """Keeps and compares the values of tensors: batch norm kernels write statistics without a new version number.
 
-    Copies wait on ``copies_on``. Where they are ``packed``, one kernel copies all tensors of a dtype: every step does
-    so with the statistics of all norms.
+    Copies are stored on ``copies_on``. If ``packed``, one kernel copies all tensors of a dtype: every step does this
+    with the statistics of all norm layers.
     """
     kinds: defaultdict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
     for path, tensor in tensors:
@@ -95,7 +95,7 @@ def keep_values(
 
 
 def keep_items(containers: Iterable[tuple[str, Any]], appended: Iterable[tuple[str, Any]] = ()) -> Restore:
-    """Keeps the items of lists, dicts and sets, not copies of the items; of lists that only grow, the lengths."""
+    """Keeps the items of lists, dicts and sets without copying the items. Of ``appended`` lists, keeps the lengths."""
     kept: list[tuple[str, Any, Any]] = [(path, container, copy.copy(container)) for path, container in containers]
     kept += [(path, found, len(found)) for path, found in appended]
 
@@ -111,9 +111,9 @@ def keep_items(containers: Iterable[tuple[str, Any]], appended: Iterable[tuple[s
 
 
 def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on: torch.device | None = None) -> Restore:
-    """Keeps parameters, gradients and the states of optimizers, of which the values go into new tensors.
+    """Keeps parameters, gradients and optimizer states. Optimizer states are restored as new tensors.
 
-    So do those of gradients with ``copies_on``: to hold the old ones would fill memory that is being measured.
+    With ``copies_on``, gradients are too: holding the old ones would fill memory that is being measured.
     """
 
     def again(tensor: Tensor) -> Callable[[], Tensor]:
@@ -128,7 +128,7 @@ def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on:
     def restore() -> Iterable[str]:
         for parameter, data, value in parameters:
             is_alike = (parameter.shape, parameter.dtype) == (data.shape, data.dtype)
-            if not is_alike or parameter.stride() == data.stride():  # else an edit of its layout has been undone since
+            if not is_alike or parameter.stride() == data.stride():  # else a layout edit was undone in the meantime
                 parameter.data = data
             parameter.grad = None
             parameter.copy_(value())
@@ -148,7 +148,7 @@ def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _same_items(now: Any, before: Any) -> bool:
-    """Whether two containers hold the very same objects; ``==`` would ask tensors, which answer with tensors."""
+    """Returns whether two containers hold the same objects. ``==`` would compare tensors element by element."""
     if isinstance(now, dict):
         now, before = ([part for pair in items.items() for part in pair] for items in (now, before))
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

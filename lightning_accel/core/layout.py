@@ -1,4 +1,4 @@
-"""Memory layouts of weights, batches and optimizer states: changed, kept in step with each other, and restored."""
+"""Memory layouts of weights, inputs and optimizer states: changes, matches and restores them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a tensor is an image in channels_last, or in channels_last_3d, and not in the ordinary layout as well."""
+    """Returns whether a tensor is in channels_last or channels_last_3d and is not contiguous as well."""
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.dim() not in FORMATS or tensor.is_contiguous():
         return False
     return tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
 
 
 def in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """``tensor`` in a channels_last format, with the strides by which operators recognise it.
+    """Returns ``tensor`` in a channels_last format, with the strides by which operators recognise the format.
 
-    One channel, or one pixel, is contiguous in both orders, and ``.contiguous()`` leaves it as it is. Operators then
-    take it for contiguous, and one such weight puts the activations of all that follow into the wrong format.
+    A tensor with one channel or one pixel is contiguous in both orders, and ``.contiguous()`` does not change its
+    strides. Operators then treat it as contiguous. One such weight puts all following activations into the wrong
+    format.
     """
     dense = tensor.contiguous(memory_format=memory_format)
     strides = torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
@@ -40,7 +41,7 @@ def in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
 
 
 def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """``tensor`` itself if it has these strides, else a copy that does."""
+    """Returns ``tensor`` itself if it has these strides, otherwise a copy that does."""
     if tensor.stride() == tuple(stride):
         return tensor
     copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -48,16 +49,16 @@ def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 class WeightLayout(Patch):
-    """Holds a convolution's weights in channels_last. Values, shapes and the parameters themselves stay.
+    """Keeps a convolution's weights in channels_last. Values, shapes and the parameter objects stay the same.
 
-    Its input follows where it is called: batches are left as they are, since callbacks and the user's own random draws
-    see them too.
+    The convolution converts its own input. Batches stay as they are, since callbacks and the user's random draws see
+    them.
 
     Attributes:
-        lays_input: Whether it does so yet: not before the step after the one in which the weights were moved, whose
-            backward pass may compute its forward once more.
+        lays_input: Whether inputs are converted. False in the step in which the weights were moved, because its
+            backward pass may recompute its forward.
         convolution: The module.
-        strides: For every parameter changed, the strides it had.
+        strides: The previous strides of every parameter that was changed.
     """
 
     settle = 1
@@ -80,11 +81,11 @@ class WeightLayout(Patch):
         super().switch(variant)
 
     def hold(self) -> None:
-        """Computes as after :meth:`undo`, on a contiguous copy of the weight, but leaves the weight's layout alone.
+        """Computes on a contiguous copy of the weight, as after :meth:`undo`, but keeps the weight's layout.
 
-        For layouts given up in mid-run where DistributedDataParallel is at work. Its buckets keep the strides that
-        the weights had when it was made, or after its first step: where they change later it permutes the elements
-        of every gradient, without an error (torch 2.11 to 2.13).
+        Used if a layout is given up during a run with DistributedDataParallel. Its buckets keep the strides that the
+        weights had at its creation or after its first step. If strides change later, it permutes the elements of every
+        gradient, without an error (torch 2.11 to 2.13).
         """
         if not self._held.is_applied:
             self._apply()
@@ -92,25 +93,25 @@ class WeightLayout(Patch):
             self._held.apply()
 
     def release(self) -> None:
-        """Ends :meth:`hold`; the weight gets its own layout back."""
+        """Ends :meth:`hold` and gives the weight its own layout back."""
         if self._held.is_applied:
             self._held.undo()
             self._undo()
 
     def _on_laid_out(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Lays the input out once: left to itself, a convolution does so again in its backward pass."""
+        """Converts the input once. Otherwise a convolution converts it again in its backward pass."""
 
         def convolve(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if module is not self.convolution:  # a copy, made in mid-run: it is the user's own
+            if module is not self.convolution:  # a copy made during the run belongs to the user
                 return original(module, x, weight.contiguous(), bias)
-            if self.lays_input and x.dim() == weight.dim() and x.layout == torch.strided:  # no image without a batch
+            if self.lays_input and x.dim() == weight.dim() and x.layout == torch.strided:  # skips unbatched images
                 x = x.contiguous(memory_format=self._format)
             return original(module, x, weight, bias)
 
         return convolve
 
     def show(self) -> None:
-        """Gives the weights the user's own layout until :meth:`resume`: somebody looks at them between two steps."""
+        """Restores the user's layout of the weights until :meth:`resume`, for code that looks at them between steps."""
         if self.is_applied and not self._is_shown:
             self._undo()
             self._is_shown = True
@@ -122,7 +123,7 @@ class WeightLayout(Patch):
             if self.is_applied:
                 self._apply()
 
-    # Outside inference mode, where a trial may find itself: what it allocates could never be trained again.
+    # Trials may run in inference mode. Tensors allocated there could never be trained again.
 
     @override
     @torch.inference_mode(False)
@@ -131,7 +132,7 @@ class WeightLayout(Patch):
         for parameter in self._parameters:
             converted = in_format(parameter.data, self._format)
             if converted.stride() == parameter.stride():
-                continue  # tied to another convolution's, which has the strides to restore
+                continue  # tied to a weight of another convolution, which keeps the strides
             self.strides[parameter] = parameter.stride()
             parameter.data = converted
             _match_gradient(parameter)
@@ -163,10 +164,9 @@ def _match_gradient(parameter: nn.Parameter) -> None:
 class OptimizerLayouts:
     """Keeps optimizer states in the layout of their parameters.
 
-    Fused optimizers walk parameter and state by their addresses: where the strides differ they update the wrong
-    elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). They differ after a checkpoint of a
-    contiguous run is loaded, and after weights change their layout in mid-run; the states of watched optimizers are
-    matched then, and by :meth:`match`.
+    Fused optimizers go through parameter and state by memory address. If the strides differ, they update the wrong
+    elements, without an error (``AdamW(fused=True)`` on CPU, torch 2.13). A watched optimizer is matched when it loads
+    a state, since a checkpoint may come from a contiguous run. Call :meth:`match` after weights change their layout.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -174,20 +174,20 @@ class OptimizerLayouts:
         self._hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle | None] = weakref.WeakKeyDictionary()
 
     def watch(self, optimizer: Optimizer) -> bool:
-        """Watches over an optimizer, and says whether it is a new one that holds some of the parameters."""
+        """Watches an optimizer. Returns whether it is new and holds some of the parameters."""
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if optimizer in self._hooks or not any(parameter in self._parameters for parameter in held):
             return False
         self._match_one(optimizer)
         self._hooks[optimizer] = None
-        # What wraps another may leave super().__init__() out, and with it all hooks; the other has them.
+        # A wrapper may skip super().__init__() and then has no hooks. The wrapped optimizer has them.
         with suppress(AttributeError):
-            # A state that is loaded has the layouts of the run that saved it.
+            # A loaded state has the layouts of the run that saved it.
             self._hooks[optimizer] = optimizer.register_load_state_dict_post_hook(self._match_one)
         return True
 
     def match(self) -> None:
-        """Brings the states of every watched optimizer in step with its parameters."""
+        """Matches the states of all watched optimizers to the layouts of their parameters."""
         for optimizer in list(self._hooks):
             self._match_one(optimizer)
 
@@ -204,10 +204,10 @@ class OptimizerLayouts:
 
 
 def reads_by_layout(optimizer: Optimizer) -> str | None:
-    """Why an optimizer may fail, or go wrong, on weights and gradients in another layout; None for those known not to.
+    """Returns why an optimizer may fail or go wrong with another layout; None if it is known to be safe.
 
-    Torch's own work element by element, but for LBFGS, which calls ``.view(-1)`` on every gradient. What others do
-    cannot be known: some Muons call ``grad.view(len(grad), -1)``, 8-bit optimizers keep flat states.
+    Torch's optimizers work element by element, except LBFGS, which calls ``.view(-1)`` on every gradient. Others are
+    unknown: some Muons call ``grad.view(len(grad), -1)``, and 8-bit optimizers keep flat states.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -223,9 +223,9 @@ def restore_layouts(
     optimizers: Sequence[Optimizer],
     strides: Mapping[nn.Parameter, tuple[int, ...]],
 ) -> None:
-    """Gives a checkpoint the layouts that a plain run's would have, so that a plain run can go on from it.
+    """Converts a checkpoint to the layouts of a run without this package, so that such a run can load it.
 
-    The tensors in use are left alone.
+    The tensors in use are not changed.
     """
     state_dict = checkpoint["state_dict"]
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -233,10 +233,10 @@ def restore_layouts(
             state_dict[name] = with_strides(state_dict[name], strides[parameter])
     for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", ()), strict=False):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        states = saved.get("state", {})  # others than torch's may save what they like
+        states = saved.get("state", {})  # optimizers of other libraries may save anything
         for index, parameter in enumerate(parameters):
             if parameter in strides and isinstance(state := states.get(index), dict):
-                # A new dict: the one in the checkpoint is the optimizer's own.
+                # A new dict, since the one in the checkpoint belongs to the optimizer.
                 states[index] = {
                     key: with_strides(value, strides[parameter]) if _belongs_to(value, parameter) else value
                     for key, value in state.items()

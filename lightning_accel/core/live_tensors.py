@@ -1,4 +1,4 @@
-"""What a program holds from one training step to the next, as far as its module and its callbacks lead to it."""
+"""Finds the tensors that a program holds between training steps, as far as its module and callbacks lead to them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from lightning_accel.core.torch_private.modules import hooks_of
 from lightning_accel.core.user_frames import is_users
 
 MOST = 20_000
-"""Values that are looked at: to go through more takes longer than a step."""
+"""The largest number of values that are inspected. More would take longer than a step."""
 
-# Objects of these lead on to all that a run consists of, and hold nothing of the user's that is a tensor.
+# Objects of these packages lead to the whole run and hold no tensors of the user's own.
 _HANDLES = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_accel", "logging"))
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _ATOMS = frozenset((str, bytes, int, float, bool, complex, type(None), type, types.ModuleType))
 
 
 def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that can be reached from ``roots``, each once, with the way to it: ``self.pool.images[3]``.
+    """Yields every tensor that can be reached from ``roots`` once, with its path: ``self.pool.images[3]``.
 
-    The way leads through attributes, containers, hooks, closures, and global variables of code that the user wrote.
+    Paths lead through attributes, containers, hooks, closures and the global variables of the user's code.
 
-    So many values at ``most`` are looked at, in all and of each container.
+    At most ``most`` values are inspected, in total and in each container.
 
     Raises:
-        LookupError: At the end, where there is more than that, or something that does not like to be looked at.
+        LookupError: At the end, if there are more values, or if inspecting a value raised an error.
     """
     waiting: deque[tuple[str, Any]] = deque(roots)
-    seen: dict[int, Any] = {}  # with the object, so that no other gets its id
+    seen: dict[int, Any] = {}  # keeps the objects, so that no id is reused
     failure = ""
     while waiting and len(seen) < most:
         name, value = waiting.popleft()
@@ -48,14 +48,14 @@ def held_tensors(*roots: tuple[str, Any], most: int = MOST) -> Iterator[tuple[st
                 yield name, value
             elif not isinstance(value, type):
                 waiting.extend(_parts(name, value, most))
-        except Exception as error:  # whatever a property of the user's raises
+        except Exception as error:  # a user's property may raise anything
             failure = failure or f"{name} raised {type(error).__name__}: {error}"
     if failure or waiting:
         raise LookupError(failure or f"more than {most:,} values are held")
 
 
 def _parts(name: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
-    # Names are made for what may lead on only: of a vocabulary it takes longer than a step.
+    # Names only values that may hold others: naming a whole vocabulary takes longer than a step.
     if isinstance(value, dict):
         items = itertools.islice(dict.items(value), most)
         yield from [(f"{name}[{key!r}]", part) for key, part in items if type(part) not in _ATOMS]
@@ -84,7 +84,7 @@ def _parts(name: str, value: Any, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _code(kind: type) -> Iterator[tuple[str, Any]]:
-    """What the methods of a class of the user's lead to: variables around them, and global ones."""
+    """Yields the attributes of a user's class, and the closure and global variables of its methods."""
     if not _is_written_by_the_user(kind.__module__):
         return
     for attribute, part in list(vars(kind).items()):
@@ -99,7 +99,7 @@ def _closure(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any
         return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f"{variable} of {name}", content_of(cell)
-    if not _is_written_by_the_user(function.__module__):  # those of libraries lead to all that is imported
+    if not _is_written_by_the_user(function.__module__):  # globals of libraries lead to all imports
         return
     for variable in function.__code__.co_names:
         if variable in function.__globals__:
@@ -107,7 +107,7 @@ def _closure(name: str, function: types.FunctionType) -> Iterator[tuple[str, Any
 
 
 def content_of(cell: types.CellType) -> Any:
-    """What a closure's cell holds; None for a name that is bound later."""
+    """Returns the content of a closure's cell; None if the name is not bound yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -115,7 +115,7 @@ def content_of(cell: types.CellType) -> Any:
 
 
 def slots_of(kind: type) -> tuple[str, ...]:
-    """The attributes that instances of a class have without a ``__dict__``, as far as this very class says so."""
+    """Returns the ``__slots__`` that this very class declares, without ``__dict__`` and ``__weakref__``."""
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

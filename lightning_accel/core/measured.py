@@ -1,4 +1,4 @@
-"""What the trial of a part has measured, as plain figures: they travel with verdicts to reports and checkpoints."""
+"""The measurements of a trial as plain numbers. Verdicts carry them to reports and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The candidate beside the original, at one site; None is what was not measured.
+    """The measurements of candidate and original at one site. None means not measured.
 
     Attributes:
         error: The candidate's relative error.
-        spread: What the original itself is off by, summed in other orders; of another number format, what rounding to
-            it explains.
-        is_same: Whether both gave the same numbers, to the bit.
-        original_ms: Of a forward and a backward pass, in milliseconds.
-        candidate_ms: The candidate's.
-        original_bytes: Of memory that this is about: states of an optimizer, say.
-        candidate_bytes: The candidate's.
+        spread: The original's own error when it sums in other orders. For another number format, the error that
+            rounding to that format explains.
+        is_same: Whether both results are bitwise equal.
+        original_ms: Milliseconds of the original's forward and backward pass.
+        candidate_ms: Milliseconds of the candidate's.
+        original_bytes: The memory that the technique is about, such as optimizer states, in bytes.
+        candidate_bytes: The same for the candidate.
     """
 
     error: float | None = None
@@ -33,21 +33,20 @@ class Measurement:
 
     @property
     def error_spreads(self) -> float | None:
-        """How many spreads the candidate is off."""
+        """The candidate's error as a multiple of the spread; None if unknown."""
         if self.is_same:
             return 0.0
         return None if self.error is None or not self.spread else self.error / self.spread
 
     def to_dict(self) -> dict[str, Any]:
-        """What was measured, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Measurement:
-        """What :meth:`to_dict` gave, in JSON too, where what is infinite is text; what is not known is passed over.
+        """Reads what :meth:`to_dict` returned, also from JSON, where infinity is text. Ignores unknown names.
 
         Raises:
-            TypeError, ValueError: A figure is no number.
+            TypeError, ValueError: A value is not a number.
         """
         known = {name: state[name] for name in cls.__dataclass_fields__ if state.get(name) is not None}
         figures: dict[str, Any] = {name: one if isinstance(one, int) else float(one) for name, one in known.items()}
@@ -55,7 +54,7 @@ class Measurement:
 
 
 def together(measured: Iterable[Measurement]) -> Measurement:
-    """Of several sites: the error that is the most spreads, times and memory in their sums."""
+    """Combines several sites: the error with the most spreads, and the sums of times and of memory."""
     found = list(measured)
     errors = [one for one in found if one.error_spreads is not None]
     worst = max(errors, key=lambda one: math.inf if one.error_spreads is None else one.error_spreads, default=None)
@@ -69,7 +68,7 @@ def together(measured: Iterable[Measurement]) -> Measurement:
 
 
 def finite(data: Any, instead: Callable[[float], Any] = lambda value: None) -> Any:
-    """Plain values as JSON has them, with something ``instead`` of infinity and NaN, which it does not know."""
+    """Converts plain values for JSON, with ``instead(value)`` for infinity and NaN, which JSON lacks."""
     if isinstance(data, Mapping):
         return {str(key): finite(value, instead) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -78,7 +77,7 @@ def finite(data: Any, instead: Callable[[float], Any] = lambda value: None) -> A
 
 
 def _sums(found: Iterable[Measurement], original: str, candidate: str) -> dict[str, Any]:
-    """Of those that have both."""
+    """Sums two fields over the measurements that have both."""
     pairs = [(getattr(one, original), getattr(one, candidate)) for one in found]
     whole = [pair for pair in pairs if None not in pair]
     return dict(zip((original, candidate), map(sum, zip(*whole, strict=True)), strict=True)) if whole else {}

@@ -1,4 +1,4 @@
-"""Copies of a module: one that runs in its place unseen, and one as its author wrote it."""
+"""Copies of a module: one that runs in its place without side effects, and one without this package's edits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HOOKS = frozenset(name for name in TORCHS_OWN if "_hooks" in name)
 
 
 def silent_copy(module: nn.Module, dtype: torch.dtype | None = None, made: dict[int, Any] | None = None) -> Any:
-    """Copies a module without its hooks and its rebound ``forward``; a run of the copy changes nothing of the module.
+    """Copies a module without its hooks and its rebound ``forward``. Running the copy does not change the module.
 
     Parameters are shared unless they are converted. Buffers, tensors, lists, dicts, sets and inner modules are copied.
 
     Args:
         module: Any module.
-        dtype: What floating-point parameters and tensors are converted to; None for no conversion.
-        made: The copies that were made already, by the ``id`` of what they are copies of.
+        dtype: The type to which floating-point parameters and tensors are converted; None for no conversion.
+        made: The copies made so far, by the ``id`` of the original.
     """
     made = {} if made is None else made
     if id(module) in made:
@@ -40,7 +40,7 @@ def silent_copy(module: nn.Module, dtype: torch.dtype | None = None, made: dict[
         is_converted = dtype is not None and value.is_floating_point()
         if not isinstance(value, nn.Parameter):
             return value.detach().to(dtype, copy=True) if is_converted else value.detach().clone()
-        if is_converted and id(value) not in made:  # else it is tied to another one
+        if is_converted and id(value) not in made:  # else it is tied to a converted one
             made[id(value)] = nn.Parameter(value.detach().to(dtype, copy=True), value.requires_grad)
         return made.get(id(value), value)
 
@@ -51,7 +51,7 @@ def silent_copy(module: nn.Module, dtype: torch.dtype | None = None, made: dict[
     state = vars(twin)
     state.pop("forward", None)
     for name, value in state.items():
-        if name in TORCHS_OWN and isinstance(value, dict):  # of hooks, of parameters, of buffers or of modules
+        if name in TORCHS_OWN and isinstance(value, dict):  # hooks, parameters, buffers or modules
             state[name] = type(value)({} if name in _HOOKS else {key: part(held) for key, held in value.items()})
         else:
             state[name] = copied(value)
@@ -59,14 +59,14 @@ def silent_copy(module: nn.Module, dtype: torch.dtype | None = None, made: dict[
 
 
 def plain_copy(model: nn.Module, without: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copies a model in eval mode, without the edits of this package; the model, perhaps in a run, keeps its edits.
+    """Copies a model in eval mode without the edits of this package. The model itself keeps its edits.
 
     The copy is on the model's device. Compiled calls are not copied: torch leaves them out of copies.
 
     Args:
         model: Any module, accelerated or not.
-        without: What takes the place of an object in the copy, by the object's ``id``, as in the memo of
-            :func:`copy.deepcopy`: of a Trainer, say, which is not to be copied.
+        without: Objects that must not be copied, such as a Trainer: ``id`` of the object → its replacement in the copy.
+            This is the memo of :func:`copy.deepcopy`.
 
     Raises:
         TypeError: The model holds something that cannot be copied.
@@ -80,7 +80,7 @@ def plain_copy(model: nn.Module, without: Mapping[int, Any] | None = None) -> nn
             if isinstance(value, Patch):
                 del vars(module)[name]
             elif is_edit(value) and value.__self__ is module:
-                while is_edit(value):  # techniques that have rebound the same method wrap each other's
+                while is_edit(value):  # several techniques may have wrapped the same method
                     value = MethodType(value.__func__.__wrapped__, module)
                 if getattr(type(module), name, None) is value.__func__:
                     del vars(module)[name]

@@ -1,4 +1,4 @@
-"""The purse without a limit: trials may take any time, and the user is told if they take long."""
+"""A purse without a limit: trials may take any time, and long ones are announced."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import rank_zero_info
 
 NOTICED_S = 1.0
-"""Seconds. Trials that take longer are announced."""
+"""Trials that take longer, in seconds, are announced."""
 
 
 class OpenPurse(Purse):
-    """Pays for everything. Says so once, if that has taken long.
+    """Pays for everything. Logs one message if trials take long.
 
     Args:
-        name: The technique's.
+        name: The technique's name.
     """
 
     def __init__(self, name: str) -> None:

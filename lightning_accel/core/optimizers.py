@@ -1,4 +1,4 @@
-"""Which optimizers train a model, for those who are not told."""
+"""Finds the optimizers that train a model, for callers that are not given them."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from torch.optim import Optimizer
 
 
 def holds_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Whether ``optimizer`` steps at least one parameter of ``model``."""
+    """Returns whether ``optimizer`` steps at least one parameter of ``model``."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def living_optimizers(model: nn.Module) -> list[Optimizer]:
-    """The optimizers in this process that hold a parameter of ``model``.
+    """Returns the optimizers in this process that hold a parameter of ``model``.
 
-    Looks through everything that the garbage collector tracks: a tenth of a second in a large program. Wrappers, such
-    as Lightning's and Accelerate's, which are optimizers by their class, are passed over for what they wrap, and so
-    are what stands for another.
+    Searches all objects that the garbage collector tracks: 0.1 s in a large program. Skips proxies, and wrappers that
+    are optimizers by class, such as Lightning's and Accelerate's. The wrapped optimizers are found themselves.
     """
     kinds = _kinds_of(Optimizer)
-    # By their types' ids: isinstance() would ask proxies for their class, and a set of types for their hashes, and so
-    # run somebody's code.
+    # Compares ids of types: isinstance() would ask proxies for their class, and a set of types would ask for hashes.
+    # Both could run foreign code.
     ids = set(map(id, kinds))
-    # What is of a class refers to it; to have all objects listed and to look at each takes twice as long.
+    # Instances refer to their class. To list all objects and check each takes twice as long.
     found: list[Any] = [thing for thing in gc.get_referrers(*kinds) if id(type(thing)) in ids]
     stepping = [optimizer for optimizer in found if "param_groups" in vars(optimizer) and not _wraps_another(optimizer)]
     return [optimizer for optimizer in stepping if holds_parameters(optimizer, model)]
 
 
 def are_all(optimizers: Sequence[Optimizer], model: nn.Module) -> bool:
-    """Whether nobody else trains ``model``: these have every parameter that is trained, and wrap no others.
+    """Returns whether ``optimizers`` hold all parameters of ``model`` that are trained, so that no other trains it.
 
-    Of torch's own classes that is known; any other may step one that it holds somewhere.
+    Only torch's own classes count. Any other class may hold an optimizer inside.
     """
     own = [optimizer for optimizer in optimizers if type(optimizer).__module__.startswith("torch.optim.")]
     held = {id(parameter) for one in own for group in one.param_groups for parameter in group["params"]}
@@ -45,7 +44,7 @@ def are_all(optimizers: Sequence[Optimizer], model: nn.Module) -> bool:
 
 
 class KnownOptimizers:
-    """The optimizers that the techniques of a run know, each by a name in the order of their coming."""
+    """The optimizers that the techniques of a run know, each named by its number in order of arrival."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -53,13 +52,13 @@ class KnownOptimizers:
         self._told: dict[int, Optimizer] = {}
 
     def told(self, optimizers: Iterable[Optimizer]) -> dict[str, Optimizer]:
-        """Adds optimizers that somebody has named; returns those that are new."""
+        """Adds optimizers that were named explicitly. Returns the new ones."""
         new = self._added(told := list(optimizers))
         self._told |= {id(optimizer): optimizer for optimizer in told}
         return new
 
     def searched(self) -> dict[str, Optimizer]:
-        """Adds those that the process has, if what was named is not all; returns those that are new."""
+        """Adds the process's optimizers if the named ones do not train everything. Returns the new ones."""
         return {} if are_all([*self._told.values()], self._model) else self._added(living_optimizers(self._model))
 
     def _added(self, optimizers: list[Optimizer]) -> dict[str, Optimizer]:

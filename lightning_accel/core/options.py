@@ -1,4 +1,4 @@
-"""Options that check themselves: what a value may be is said once, by the annotation of its field."""
+"""Options that check themselves: the annotation of a field says which values are allowed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MISFIT = object()
 
 @dataclass(frozen=True)
 class Rule:
-    """What ``Annotated[int, Rule("a number from 1 on", lambda name, value: value >= 1)]`` allows of a type.
+    """A condition on a type: ``Annotated[int, Rule("a number from 1 on", lambda name, value: value >= 1)]``.
 
     Attributes:
         words: What is allowed, as errors say it.
-        holds: Called with the setting's name and a value: false if it is not allowed, or raises a ``ValueError`` that
-            says why.
+        holds: Called with the setting's name and a value. Returns false if the value is not allowed, or raises a
+            ``ValueError`` that says why.
     """
 
     words: str
@@ -33,19 +33,19 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Options:
-    """The base of options: a frozen dataclass of which each value is checked by its annotation when it is made.
+    """The base class of options: a frozen dataclass that checks each value by its annotation at creation.
 
     An annotation is made of ``Literal``, ``bool``, ``int``, ``str``, ``tuple[str, ...]``, other options, ``None``, and
     ``Annotated`` with a :class:`Rule`. ``False`` is read as ``"off"`` and ``True`` as ``"on"``, or as the first choice
-    that is not ``"off"``, because YAML 1.1 reads a bare ``off`` or ``on`` so. The first field is the *switch*: a plan
-    takes its value in place of the options.
+    that is not ``"off"``, because YAML 1.1 reads a bare ``off`` or ``on`` as a bool. The first field is the *switch*: a
+    plan accepts its value in place of the options.
 
     Raises:
-        ValueError: A value is not among those allowed; the nearest is named.
-        TypeError: A value has a type that the field does not take.
+        ValueError: A value is not allowed. The error names the nearest allowed value.
+        TypeError: A value has a type that the field does not accept.
     """
 
-    owner: ClassVar[str] = ""  # the setting, as errors name it
+    owner: ClassVar[str] = ""  # the setting's name in errors
 
     def __init_subclass__(cls, owner: str = "") -> None:
         cls.owner = owner or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Options")).lower()
@@ -57,12 +57,12 @@ class Options:
 
     @classmethod
     def switch(cls) -> str:
-        """The name of the first field."""
+        """Returns the name of the first field."""
         return fields(cls)[0].name
 
     @classmethod
     def read(cls, value: Any, name: str = "") -> Self:
-        """The options that a value of the setting ``name`` stands for: options, a mapping of them, or the switch."""
+        """Returns the options for a value of the setting ``name``: options, a mapping, or a value of the switch."""
         if isinstance(value, cls):
             return value
         name, names = name or cls.owner, [field.name for field in fields(cls)]
@@ -73,11 +73,11 @@ class Options:
         return cls(**{names[0]: read(name, value, hints(cls)[names[0]], more)})
 
     def given(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """Returns the values that differ from the defaults."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
 
     def short(self) -> Any:
-        """The switch if that says it all, else these options."""
+        """Returns the switch's value if all other values are defaults, otherwise these options."""
         return self if self.given().keys() - {self.switch()} else getattr(self, self.switch())
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class Options:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """The annotations of a class's fields, with what ``Annotated`` says."""
+    """Returns the annotations of a class's fields, including the content of ``Annotated``."""
     found = get_type_hints(kind, include_extras=True)
     return {field.name: found[field.name] for field in fields(kind)}
 
@@ -94,11 +94,11 @@ hints: Callable[[Any], dict[str, Any]] = functools.cache(_hints)
 
 
 def read(name: str, value: Any, kind: Any, more: str = "") -> Any:
-    """``value`` as an annotation takes it; ``more`` says what else the setting ``name`` takes.
+    """Returns ``value`` as the annotation ``kind`` accepts it. ``more`` is added to what errors list as allowed.
 
     Raises:
-        ValueError: It is not among the values allowed; they, and the nearest, are named.
-        TypeError: It has a type that the annotation does not take.
+        ValueError: The value is not allowed. The error names the allowed values and the nearest.
+        TypeError: The value has a type that the annotation does not accept.
     """
     kinds = list(_alternatives(kind))
     choices = choices_of(kind)
@@ -116,12 +116,12 @@ def read(name: str, value: Any, kind: Any, more: str = "") -> Any:
 
 
 def choices_of(kind: Any) -> list[Any]:
-    """The values that the ``Literal`` of an annotation names."""
+    """Returns the values that the ``Literal`` of an annotation lists."""
     return [choice for one in _alternatives(kind) if get_origin(one) is Literal for choice in get_args(one)]
 
 
 def switch_of(value: bool, choices: list[Any]) -> Any:
-    """What a bool means in place of a choice; None if it means nothing."""
+    """Returns the choice that a bool stands for; None if there is none."""
     if not value:
         return "off" if "off" in choices else None
     return "on" if "on" in choices else next((choice for choice in choices if choice != "off"), None)
@@ -136,7 +136,7 @@ def _alternatives(kind: Any) -> Iterator[Any]:
 
 
 def _fit(name: str, value: Any, kind: Any) -> Any:
-    """The value as one alternative takes it, or ``_MISFIT``."""
+    """Returns the value as one alternative accepts it, or ``_MISFIT``."""
     origin = get_origin(kind)
     if kind is Any:
         return value
@@ -157,7 +157,7 @@ def _fit(name: str, value: Any, kind: Any) -> Any:
 
 
 def _said(kind: Any) -> str:
-    """What an alternative allows, in words; empty if its choices say it."""
+    """Returns what an alternative allows, in words; empty if its choices say it."""
     if get_origin(kind) is Annotated:
         return str(get_args(kind)[1].words)
     if get_origin(kind) is tuple:

@@ -1,4 +1,4 @@
-"""Which release of the package this is, for what is kept by release."""
+"""The installed release of this package, for data that is kept per release."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """``"lightning-accel 0.1.0"``; without the number where the package is on the path and was never installed."""
+    """Returns ``"lightning-accel 0.1.0"``, without the number if the package is on the path but not installed."""
     try:
         return f"lightning-accel {version('lightning-accel')}"
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Reversible edits. Whatever the package changes in a user's object is a `Patch`, and can be taken back."""
+"""Reversible edits. Every change to a user's object is a `Patch`, which can be undone."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from weakref import WeakSet
 from typing_extensions import override
 
 _MISSING = object()
-_edits: WeakSet[Callable[..., Any]] = WeakSet()  # the functions of methods that patches have rebound
+_edits: WeakSet[Callable[..., Any]] = WeakSet()  # the functions inside methods made by patches
 
 
 class Patch(ABC):
-    """One reversible edit at one site. Applying twice is applying once; so is undoing.
+    """One reversible edit at one site. To apply or undo it twice has no further effect.
 
     Attributes:
-        site: Where: the qualified name of a module in the model, ``""`` for the model itself.
-        change: What, for the report: ``"forward → checkpointed"``.
-        is_applied: Whether it is made.
+        site: The qualified name of a module in the model; ``""`` for the model itself.
+        change: What is changed, for the report: ``"forward → checkpointed"``.
+        is_applied: Whether the edit is made.
         why_not: Why there is no edit at this site after all; empty if there is one.
-        variants: What live trials may switch it to, beside ``"off"``; the first holds once it is applied.
-        settle: Steps after a switch that are slower for it.
+        variants: What live trials may switch it to, besides ``"off"``. The first one holds after :meth:`apply`.
+        settle: How many steps after a switch are slower because of it.
     """
 
     why_not = ""
@@ -37,7 +37,7 @@ class Patch(ABC):
         self.is_applied = False
 
     def apply(self) -> None:
-        """Makes the edit. When it fails half way, nothing of it stays."""
+        """Makes the edit. If it fails half way, nothing of it stays."""
         if not self.is_applied:
             try:
                 self._apply()
@@ -47,13 +47,13 @@ class Patch(ABC):
             self.is_applied = True
 
     def undo(self) -> None:
-        """Restores what was there before."""
+        """Restores what was there before the edit."""
         if self.is_applied:
             self._undo()
             self.is_applied = False
 
     def switch(self, variant: str) -> None:
-        """Puts a variant in force, between two steps. What is none of its variants is the user's own way."""
+        """Activates a variant, between two steps. Any other name undoes the edit."""
         (self.apply if variant in self.variants else self.undo)()
 
     @abstractmethod
@@ -61,13 +61,13 @@ class Patch(ABC):
 
     @abstractmethod
     def _undo(self) -> None:
-        """Also right after an ``_apply`` that raised."""
+        """Must also work after an ``_apply`` that raised."""
 
 
 class AttributePatch(Patch):
-    """Sets an attribute of an object, and restores it: value, or absence from the instance.
+    """Sets an attribute of an object. Undoing restores its value, or its absence from the instance.
 
-    Where somebody has set it anew in the meantime, what they set stays.
+    If somebody has set the attribute again in the meantime, their value stays.
     """
 
     def __init__(self, site: str, change: str, target: Any, name: str, value: Any) -> None:
@@ -93,19 +93,20 @@ class AttributePatch(Patch):
 
 
 class MethodPatch(AttributePatch):
-    """Rebinds a method on one instance to ``wrap(original)``.
+    """Replaces a method of one instance by ``wrap(original)``.
 
-    The new method is a :class:`types.MethodType` over plain functions of ``self``: a deep copy of the object, as
-    EMA and SWA make, binds it to the copy, and pickling the object leaves the edit behind. What it wraps is the
-    method as it is when the patch is applied: techniques that rebind the same ``forward`` stack up in their order.
+    The new method is a :class:`types.MethodType` over a plain function of ``self``. A deep copy of the object, as EMA
+    and SWA make, binds it to the copy. Pickling the object leaves the edit out. The method wrapped is the one at the
+    time of :meth:`apply`: techniques that patch the same ``forward`` are stacked in their order.
 
     Attributes:
-        original: The method before, as a function of ``(self, *args, **kwargs)``; there once the patch was applied.
+        original: The previous method as a function of ``(self, *args, **kwargs)``. Exists after the first
+            :meth:`apply`.
 
     Args:
-        target: The object; its class, and other instances of it, stay as they are.
-        name: The method's name, ``"forward"`` say.
-        wrap: Takes the original, returns the new method, likewise a function of ``(self, *args, **kwargs)``.
+        target: The object. Its class and other instances are not changed.
+        name: The method's name, such as ``"forward"``.
+        wrap: Takes the original and returns the new method, also a function of ``(self, *args, **kwargs)``.
     """
 
     def __init__(
@@ -119,32 +120,32 @@ class MethodPatch(AttributePatch):
         self.original = _unbound(self.target, self.name)
         function = self._wrap(self.original)
         function.__name__ = self.name  # pickle stores a bound method as (object, method name)
-        function.__wrapped__ = self.original  # type: ignore[attr-defined]  # whose signature is the method's
+        function.__wrapped__ = self.original  # type: ignore[attr-defined]  # for its signature
         _edits.add(function)
         self.value = types.MethodType(function, self.target)
         super()._apply()
 
 
 def _unbound(target: Any, name: str) -> Callable[..., Any]:
-    """The method as a function of ``(self, *args, **kwargs)``, wherever it was defined."""
+    """Returns the method as a function of ``(self, *args, **kwargs)``, wherever it is defined."""
     method = getattr(target, name)
     if isinstance(method, types.MethodType) and method.__self__ is target:
         return method.__func__
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # static, of the class, or put on the instance
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # static, a class method, or set on the instance
         return method(*args, **kwargs)
 
     return call
 
 
 def is_edit(value: Any) -> bool:
-    """Whether ``value`` is the method that a :class:`MethodPatch` has made, of its object or of a copy of that."""
+    """Returns whether ``value`` is a method made by a :class:`MethodPatch`, of its object or of a copy."""
     function = value.__func__ if isinstance(value, types.MethodType) else None
     return isinstance(function, types.FunctionType) and function in _edits
 
 
 class PatchSet:
-    """The edits of one technique, undone in the reverse of the order in which they were applied."""
+    """The edits of one technique. They are undone in the reverse order."""
 
     def __init__(self, patches: Iterable[Patch] = ()) -> None:
         self._patches: dict[str, Patch] = {}
@@ -152,7 +153,7 @@ class PatchSet:
             self.add(patch)
 
     def add(self, patch: Patch) -> None:
-        """Claims ``patch.site``.
+        """Adds ``patch``, which claims its site.
 
         Raises:
             ValueError: Another patch of this set has the site.
@@ -173,7 +174,7 @@ class PatchSet:
         return site in self._patches
 
     def apply(self) -> None:
-        """Applies all; when one fails, those before it are undone."""
+        """Applies all edits. If one fails, those before it are undone."""
         try:
             for patch in self:
                 patch.apply()
@@ -192,7 +193,7 @@ class PatchSet:
 
 @contextmanager
 def applied(edits: Patch | PatchSet) -> Iterator[None]:
-    """Inside, the edits are made."""
+    """Makes the edits inside the context and undoes them at its end."""
     edits.apply()
     try:
         yield
@@ -202,7 +203,7 @@ def applied(edits: Patch | PatchSet) -> Iterator[None]:
 
 @contextmanager
 def temporarily(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
-    """A switch of the whole process, set to ``value`` inside, and afterwards to what it was."""
+    """Sets a process-wide switch to ``value`` inside the context, and restores it at the end."""
     before = read()
     write(value)
     try:

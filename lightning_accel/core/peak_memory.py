@@ -1,4 +1,4 @@
-"""The most memory held at one time, in windows that do not disturb each other, from whoever keeps the books."""
+"""Peak memory in measuring windows that do not disturb each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_accel.core.device import with_index
 
 @dataclass(frozen=True)
 class _Books:
-    """Those of torch's allocator, or those that the system keeps of this process."""
+    """A peak counter: that of torch's allocator, or the system's for this process."""
 
     source: str
     read: Callable[[], int]
@@ -26,19 +26,19 @@ class _Books:
 
 
 class PeakMemory:
-    """The peak since the latest :meth:`restart`: of torch's allocator on CUDA, else of this process.
+    """The peak since the latest :meth:`restart`: of torch's allocator on CUDA, otherwise of this process.
 
-    The books have one peak, and to begin a window is to reset it: what was there before is kept for all other windows.
+    There is one counter, and beginning a window resets it. Its value is first saved for all other windows.
 
     Attributes:
-        source: Whose peak it is, and since when, in words.
-        can_restart: Whether a window can begin; otherwise it is that of the whole process.
+        source: Which counter is read, and since when, in words.
+        can_restart: Whether a window can begin. Otherwise the peak is that of the whole process.
     """
 
     def __init__(self, device: torch.device) -> None:
         device = with_index(device)
         self._books = _books_of(device)
-        # Without an allocator to ask, the books are this process's.
+        # Other devices have no counter: windows share that of this process.
         self._others = _WINDOWS.setdefault(device if device.type == "cuda" else None, weakref.WeakSet())
         self._others.add(self)
         self._before = 0
@@ -46,7 +46,7 @@ class PeakMemory:
         self.can_restart = self._books.reset is not None
 
     def restart(self) -> None:
-        """Begins a new window, where the system can."""
+        """Begins a new window if the system can."""
         if self._books.reset is None:
             return
         peak = self._books.read()
@@ -56,7 +56,6 @@ class PeakMemory:
         self._before = 0
 
     def peak_bytes(self) -> int:
-        """The peak of the window."""
         return max(self._before, self._books.read())
 
 
@@ -75,9 +74,9 @@ def _books_of(device: torch.device) -> _Books:
     return _Books("process high-water mark since its start", _peak_since_start, None)
 
 
-@functools.cache  # to ask is to reset it
+@functools.cache  # asking resets the peak
 def may_reset_peak() -> bool:
-    """Whether this process may reset its own mark, as Linux allows (``man 5 proc``, clear_refs)."""
+    """Returns whether this process may reset its own peak, as Linux allows (``man 5 proc``, clear_refs)."""
     try:
         _reset_peak()
         return _peak_since_reset() > 0

@@ -1,4 +1,4 @@
-"""Of what the time of steps consists: their phases, added up, and how long a device was idle in them."""
+"""Sums the phases of steps, and estimates how long a device was idle in them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_accel.core.clocks import HostClock
 
 
 class Switch(NamedTuple):
-    """From one phase to another."""
+    """A change from one phase to another."""
 
-    phase: str  # that begins
+    phase: str  # the one that begins
     mark: Any
-    is_abreast: bool  # whether the device had come to the instant before this one when the host came to this one
+    is_abreast: bool  # whether the device had reached the previous instant when the host reached this one
 
 
 class PhaseSums:
@@ -23,10 +23,11 @@ class PhaseSums:
 
     Attributes:
         ms: Phase → milliseconds in all steps.
-        abreast_ms: Of these, what lay between two instants the first of which the device had come to before the host
-            came to the second: in all else the device was behind, and did not wait for the host. On a CPU it is all.
-        steps_with: Phase → in how many steps it was.
-        steps: How many steps there were.
+        abreast_ms: The part of ``ms`` in intervals whose start the device had reached before the host reached their
+            end. In all other intervals the device was behind and did not wait for the host. On a CPU this is all of
+            ``ms``.
+        steps_with: Phase → how many steps had it.
+        steps: The number of steps.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class PhaseSums:
         self.steps = 0
 
     def add(self, clock: HostClock, switches: list[Switch]) -> None:
-        """Adds the phases of one step, of which each lasts until the next."""
+        """Adds the phases of one step. Each phase lasts until the next."""
         for began, ended in itertools.pairwise(switches):
             took_ms = clock.ms_between(began.mark, ended.mark)
             self.ms[began.phase] += took_ms
@@ -49,13 +50,13 @@ class PhaseSums:
         self.steps += 1
 
     def idle_ms(self, held: PhaseSums, phases: Collection[str]) -> dict[str, float]:
-        """Of some phases, the milliseconds that the device waited for its host in the midst of work, at the least.
+        """Returns for each phase the least time, in milliseconds, that the device waited for the host during work.
 
-        No event tells that: one is passed when all before it is done *and* the host has recorded it, so a device that
-        is busy throughout looks like one that gets a short kernel now and then. In a step that begins with the device
-        held back until the host is ahead, the device never waits, and a phase takes what its work takes. What the same
-        phase takes longer in other steps, the device waits. It is at the least, as a device that was held back may
-        wait all the same: where the host asks it for a result, and where operations are more than fit into its queue.
+        Events do not show this. An event passes when all earlier work is done *and* the host has recorded it, so a busy
+        device looks like one that occasionally gets a short kernel. ``held`` has steps that began with the device held
+        back until the host was ahead. There the device never waits, and a phase takes as long as its work. Any longer
+        time of the same phase in other steps is waiting. The result is a lower bound, because a device that was held
+        back may still wait: where the host needs a result, and where its queue is too short for all operations.
         """
         found = {}
         for phase in phases:

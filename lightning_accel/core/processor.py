@@ -1,4 +1,4 @@
-"""What Linux says of this machine's processor. Needs no torch."""
+"""Reads facts about the processor on Linux. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def from_cpuinfo(key: str) -> str | None:
-    """What Linux says of the first processor; None where it is another system, or says nothing."""
+    """Returns a field of the first processor in ``/proc/cpuinfo``; None on other systems or if it is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

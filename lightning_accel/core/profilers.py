@@ -1,4 +1,4 @@
-"""Of torch's profilers there can be one at a time: whether one is at work, and how to make way for another."""
+"""Coexistence with other torch profilers, of which only one can be active at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_accel.core.torch_private.profilers import before_profilers
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is at work on this thread, or has been prepared and is about to begin.
+    """Returns whether a profiler is active on this thread, or is prepared and about to begin.
 
-    A second one of ``torch.profiler`` would start all the same, and empty the first; one that was prepared, and begins
-    after that, ends the process (torch 2.13). The older profiler, which is tried here, refuses beside one at work; for
-    one that warms up by its schedule all objects are looked through, in a tenth of a second.
+    A second ``torch.profiler`` would start without an error and empty the first. If a prepared one begins after that,
+    the process crashes (torch 2.13). The older profiler, tried here, refuses to start beside an active one. To find one
+    that warms up by its schedule, all objects are searched, which takes 0.1 s.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
@@ -34,18 +34,18 @@ def is_profiling() -> bool:
 
 
 def _warms_up(one: profile) -> bool:
-    # Some are half made, or never started.
+    # Some are half constructed, or were never started.
     is_prepared = getattr(one, "profiler", None) is not None
     return is_prepared and getattr(one, "current_action", None) is ProfilerAction.WARMUP
 
 
 @contextmanager
 def closing_ranges() -> Iterator[None]:
-    """To be left before a profiler of ours is stopped: ends the ranges that began under it, whosever they are.
+    """Ends all ranges that began inside the context, whoever opened them. Leave it before stopping our profiler.
 
-    A range that ends under another profiler than it began under writes to memory that has been freed (torch 2.13), and
-    the process dies of it, then or later. Torch's own range around an optimizer's step is open where forward and
-    backward are called from within it. To end a range twice is no harm.
+    A range that ends under another profiler than it began under writes to freed memory (torch 2.13), and the process
+    crashes then or later. Torch's own range around an optimizer step is open if forward and backward are called inside
+    that step. Ending a range twice is harmless.
     """
     entered: list[profiler.record_function] = []
 
@@ -67,12 +67,12 @@ def closing_ranges() -> Iterator[None]:
 
 @contextmanager
 def giving_way(end: Callable[[], Any], lose: Callable[[], Any]) -> Iterator[None]:
-    """For as long as a profiler of ours is at work, which has been started: tells when another one begins.
+    """Reports when another profiler begins while ours, which has been started, is active.
 
     Args:
-        end: Called while ours still has what it has seen, where a new profiler is made.
-        lose: Called where one begins that was made before ours. Ours has then been cancelled: it is to be stopped,
-            and asked for nothing, as that ends the process (torch 2.13).
+        end: Called when a new profiler is created. Ours still has its data.
+        lose: Called when a profiler begins that was created before ours. Ours has been cancelled: stop it, and read no
+            results, which would crash the process (torch 2.13).
     """
 
     def made(original: Callable[..., None]) -> Callable[..., None]:

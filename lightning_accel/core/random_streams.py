@@ -1,4 +1,4 @@
-"""Random streams: the one list of those that a step may draw from, and how their states are read and compared."""
+"""The random streams that a step may draw from, and how to read and compare their states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
     """Lists the random streams of the process, by name.
 
     Args:
-        device: Adds torch's streams: that of the host, and that of this device. None for Python's and NumPy's only.
+        device: Adds torch's streams of the host and of this device. None for Python's and NumPy's streams only.
     """
     streams: dict[str, Stream] = {"random": (random.getstate, random.setstate)}
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -38,7 +38,7 @@ def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
 
 
 def stream_of(value: Any) -> Stream | None:
-    """The stream of a random generator; None if ``value`` is no generator, or one without a state."""
+    """Returns the stream of a random generator; None if ``value`` is not a generator or has no state."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -53,8 +53,8 @@ def stream_of(value: Any) -> Stream | None:
 
 
 def same_state(now: Any, before: Any) -> bool:
-    """Whether two states of one stream are equal: then nobody has drawn from it between them."""
-    if isinstance(now, Tensor):  # no operation of torch's, which modes would see
+    """Returns whether two states of a stream are equal, which means that nobody has drawn from it in between."""
+    if isinstance(now, Tensor):  # modes would see an operation of torch
         now, before = now.numpy(), before.numpy()
     if hasattr(now, "tobytes"):
         return bool(now.tobytes() == before.tobytes())
@@ -66,10 +66,10 @@ def same_state(now: Any, before: Any) -> bool:
 
 
 def seed_streams(seed: int, device: torch.device) -> None:
-    """Seeds torch's streams: that of the host, and that of ``device`` if it is a GPU.
+    """Seeds torch's streams of the host and, if it is a GPU, of ``device``.
 
-    ``torch.manual_seed`` would also seed every device that is not in use yet. For that it keeps the stack of the call,
-    which takes longer than many a trial.
+    ``torch.manual_seed`` would also seed all devices that are not in use yet. For that it saves the call stack, which
+    takes longer than many trials.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

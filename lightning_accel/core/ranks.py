@@ -1,4 +1,4 @@
-"""What the processes of a run find out about each other, so that they do the same or stop together."""
+"""Compares the processes of a run, so that they act alike or stop together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def gather(value: T) -> list[T]:
-    """The value of each rank, in their order, on every rank. A collective call; ``[value]`` in a process by itself."""
+    """Returns every rank's value, in order of ranks. A collective call; ``[value]`` in a single process."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[T] = [value] * dist.get_world_size()
@@ -23,8 +23,8 @@ def gather(value: T) -> list[T]:
 
 
 def rank_zero_info(line: str) -> None:
-    """Says it once for all ranks, as Lightning says its own lines: to who trains without Lightning, by a logger."""
-    rank = getattr(rank_zero.rank_zero_only, "rank", None)  # which Lightning sets when it is imported
+    """Logs a line once for all ranks, with Lightning's logger of rank 0, also in runs without Lightning."""
+    rank = getattr(rank_zero.rank_zero_only, "rank", None)  # set when Lightning is imported
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank == 0:
@@ -32,10 +32,10 @@ def rank_zero_info(line: str) -> None:
 
 
 def check_devices(host: Host, precision: str) -> None:
-    """Compares what this rank has, and what its precision came to, with the others. A collective call.
+    """Compares this rank's kind of device and precision with the other ranks'. A collective call.
 
     Raises:
-        ValueError: They are different kinds of devices, or precisions; on every rank alike, naming who has what.
+        ValueError: The kinds or precisions differ. All ranks raise it, with a list of what each rank has.
     """
     ranks = gather((host.kind, precision, host.device_name, socket.gethostname()))
     listed = "; ".join(

@@ -1,4 +1,4 @@
-"""What was done to a model, what was not, and why: the evidence a run leaves behind."""
+"""The report of a run: what was changed in a model, what was not, and why."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_accel.core.purse import Purse
 from lightning_accel.core.states import TECHNIQUE_CHANGES, Sites, TechniqueState
 
 NEWEST_TORCH = (2, 15)
-"""The newest version that the tests have run on."""
+"""The newest torch version that the tests have run on."""
 
 
 class AccelWarning(UserWarning):
-    """Something that was asked for could not be done. The run goes on without it; ``strict=True`` raises instead."""
+    """A requested change could not be made. The run goes on without it; ``strict=True`` raises instead."""
 
 
 class AccelError(RuntimeError):
-    """With ``strict=True``, what is an :class:`AccelWarning` otherwise."""
+    """Raised instead of an :class:`AccelWarning` with ``strict=True``."""
 
 
 class EditError(RuntimeError):
-    """An edit cannot do what it is asked for, and the user's own code can.
+    """An edit cannot do what it is asked for, although the user's own code can.
 
     A run that can repeat the step repeats it without the technique, and keeps the other techniques.
 
@@ -46,19 +46,19 @@ class EditError(RuntimeError):
 
 
 class TechniqueReport:
-    """The record of one technique, or of something else that is decided in a run, the tuning say.
+    """The record of one technique, or of another decision in a run, such as tuning.
 
     Attributes:
-        sites: What holds at each of its sites.
-        state: Where it stands in the run.
+        sites: The state of each of its sites.
+        state: The technique's state in the run.
         status: One line on the technique as a whole: ``"bf16-mixed: native bfloat16"``.
-        details: What there is to say beyond sites: a table, say.
-        data: The same as plain values, for programs.
+        details: Further text, such as a table.
+        data: The details as plain values, for programs.
         is_on: Whether the technique found something to do.
-        rests: Whether live trials have settled without it.
-        measured_as_a_whole: What was measured of all sites together; None if nothing was.
-        was_in_force: Whether some site was given back in mid-run, after all trials.
-        waits_for_trials: Whether it does nothing until live trials have put it on.
+        rests: Whether live trials decided against it.
+        measured_as_a_whole: The measurement of all sites together; None if there is none.
+        was_in_force: Whether a site was given back during the run, after all trials.
+        waits_for_trials: Whether it does nothing until live trials switch it on.
     """
 
     def __init__(self, name: str, state: TechniqueState = "decided", status: str = "") -> None:
@@ -69,7 +69,7 @@ class TechniqueReport:
         self.is_on = self.rests = self.was_in_force = self.waits_for_trials = False
 
     def change(self, state: TechniqueState, status: str = "", *, is_on: bool | None = None) -> None:
-        """Changes the state, and what is given beside it; nothing else changes the state."""
+        """Changes the state and what is given with it. Nothing else changes the state."""
         assert state == self.state or (self.state, state) in TECHNIQUE_CHANGES, f"{self.state} → {state}"
         self.state, self.status = state, status or self.status
         self.is_on = self.is_on if is_on is None else is_on
@@ -85,7 +85,7 @@ class TechniqueReport:
         return self.sites.reasons("OFF")
 
     def figures(self) -> Measurement | None:
-        """The figures of the sites that are on, else of those that are off; None if nothing was measured."""
+        """Returns the combined figures of the sites that are on, else of those that are off; None if there are none."""
         known = [(one.after, one.measured) for one in self.sites.values() if one.measured is not None]
         chosen = [figures for state, figures in known if state == "ON"] or [figures for _, figures in known]
         chosen += [self.measured_as_a_whole] if self.measured_as_a_whole is not None else []
@@ -93,23 +93,22 @@ class TechniqueReport:
 
     @property
     def acts(self) -> bool:
-        """Whether the technique acts on the steps that are under way."""
+        """Whether the technique affects the current steps."""
         return self.is_on and not self.rests
 
     @property
     def line(self) -> str:
-        """Its status, and that live trials have switched it off."""
+        """The status, and whether live trials have switched the technique off."""
         return f"off, as live trials have settled without it; before: {self.status}" if self.rests else self.status
 
     def outcome(self) -> str:
-        """What came of the sites, in a line."""
+        """Returns what happened at the sites, in one line."""
         if self.changes:
             return "in force"
         reasons = Counter(self.refusals.values()).most_common(1)
         return f"left alone: {reasons[0][0] if reasons else 'nothing to do'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Of plain values, for JSON."""
         figures = self.figures()
         return {
             "on": self.acts,
@@ -127,9 +126,9 @@ class TechniqueReport:
 
 
 class Report:
-    """Names every site touched, every site refused and the reason.
+    """Names every site that was changed, and every site that was refused with the reason.
 
-    Techniques go by their names in the plan: ``"precision"``, ``"flash_attention"``, ``"gradient_checkpointing"``. The
+    Techniques have their names in the plan: ``"precision"``, ``"flash_attention"``, ``"gradient_checkpointing"``. The
     model itself is site ``""``, written ``(model)``.
     """
 
@@ -137,7 +136,7 @@ class Report:
         self.device = device
         self.techniques = {name: TechniqueReport(name, "off", "off") for name in names}
         self.purse = purse
-        self.page: Callable[[], str] | None = None  # makes the page of the run that is over, as HTML
+        self.page: Callable[[], str] | None = None  # returns the HTML page of a finished run
         self._notes: dict[str, str] = {}
         if device:
             self._note_versions()
@@ -154,22 +153,22 @@ class Report:
         return [*self.notes, *([f"paid so far, beside the user's own steps: {paid}"] if paid else [])]
 
     def of(self, technique: str) -> TechniqueReport:
-        """The record of a technique, made when first asked for."""
+        """Returns the record of a technique. Creates it at the first request."""
         if technique not in self.techniques:
             self.techniques[technique] = TechniqueReport(technique)
         return self.techniques[technique]
 
     def applied(self, technique: str) -> list[str]:
-        """The sites where ``technique`` is in force."""
+        """Returns the sites where ``technique`` is in force."""
         record = self.techniques.get(technique)
         return [] if record is None or record.rests else [*record.changes]
 
     def refused(self, technique: str) -> dict[str, str]:
-        """The sites that ``technique`` left alone or gave back, with the reasons."""
+        """Returns the sites that ``technique`` left alone or gave back, with the reasons."""
         return self.techniques[technique].refusals if technique in self.techniques else {}
 
     def settled(self, resting: Iterable[str]) -> None:
-        """Says which techniques live trials have settled without; none while they have not settled."""
+        """Records which techniques live trials decided against; none before the trials have settled."""
         resting = set(resting)
         for name, record in self.techniques.items():
             record.rests = name in resting
@@ -179,8 +178,8 @@ class Report:
 
         Args:
             line: The remark.
-            key: Names what the remark is about, so that a later remark of the same key replaces it. If it is empty,
-                the remark is kept.
+            key: The subject of the remark. A later remark with the same key replaces it. If it is empty, the remark
+                stays.
         """
         if key:
             self._notes.pop(key, None)
@@ -193,7 +192,7 @@ class Report:
             self.note(f"torch {major}.{minor} is newer than those tested: changes are checked as ever")
 
     def summary(self) -> str:
-        """One line for each technique: its status, and how many sites it changed and left alone."""
+        """Returns one line for each technique: its status, and how many sites it changed and left alone."""
         lines = [f"lightning-accel on {self.device}"] if self.device else ["lightning-accel"]
         for name, record in self.techniques.items():
             counts = [f"{len(record.changes)} sites"] if record.changes else []
@@ -204,7 +203,7 @@ class Report:
         return "\n".join(lines)
 
     def to_text(self) -> str:
-        """The whole report; sites with the same remark share a line."""
+        """Returns the whole report. Sites with the same remark share a line."""
         lines = [self.summary()]
         for name, record in self.techniques.items():
             applied = "applied before it was switched off" if record.rests else "applied"
@@ -230,17 +229,17 @@ class Report:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        """As a notebook shows it: the page of a run that has left a record, else text."""
+        """Returns the page of a run that has left a record, otherwise text, for notebooks."""
         if self.page is not None and (page := self.page()):
             return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 85vh; border: 0"></iframe>'
         return f"<pre>{escape(self.to_text())}</pre>"
 
 
 def difference(ranks: Sequence[Mapping[str, tuple[set[str], Mapping[str, str], str]]]) -> str | None:
-    """Says where one rank cannot do what rank 0 does, and why; None if all ranks do the same.
+    """Returns where one rank does something other than rank 0, and why; None if all ranks do the same.
 
     Args:
-        ranks: For each rank, technique by technique: the sites that it edits, its refusals, its status.
+        ranks: For each rank: technique → (the sites that it edits, its refusals, its status).
     """
     for name, (decided, _, _) in ranks[0].items():
         for rank, techniques in enumerate(ranks):
@@ -268,6 +267,6 @@ def _grouped(remarks: dict[str, str], shown: int = 6) -> list[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in a part of a line: its class and the first line of what it says."""
+    """Returns the class of an exception and the first line of its message."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""A batch in parts: how many samples are in it, and some of them, of every tensor that it holds."""
+"""Counts the samples in a batch, and splits a batch into parts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_accel.core.tree import changeable_argument, map_leaves, tensors_i
 
 
 def count_samples(batch: Any) -> int:
-    """The length of the first dimension, which all tensors of the batch have in common; numbers have none.
+    """Returns the length of the first dimension, which all tensors of the batch share. Scalars do not count.
 
     Raises:
-        ValueError: Why that cannot be told, or why no part could be taken; it completes "the batch cannot be split:".
+        ValueError: The batch cannot be split. The message is the reason that completes "the batch cannot be split:".
     """
     unknown = changeable_argument(batch, {})
     if unknown is not None:
@@ -33,17 +33,17 @@ def count_samples(batch: Any) -> int:
 
 
 def split_samples(batch: Any, most: int) -> list[tuple[Any, int]]:
-    """The batch in parts of nearly the same size, at most ``most`` samples each; with the size of each.
+    """Splits the batch into parts of nearly equal size, at most ``most`` samples each. Returns each with its size.
 
-    Tensors are views. Lists and tuples without tensors that are as long as the batch, captions say, are split, too;
-    everything else is in every part.
+    Tensors become views. Lists and tuples without tensors that are as long as the batch, such as captions, are split
+    too. Everything else is in every part.
 
     Raises:
         ValueError: As :func:`count_samples`.
     """
     size = count_samples(batch)
     count = -(-size // most)
-    sizes = [size // count + (index < size % count) for index in range(count)]  # as torch.tensor_split has them
+    sizes = [size // count + (index < size % count) for index in range(count)]  # the sizes of torch.tensor_split()
     parts, begin = [], 0
     for length in sizes:
         parts.append((_part(batch, begin, length, size), length))

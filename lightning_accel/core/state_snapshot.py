@@ -1,4 +1,4 @@
-"""One way to keep the state of a module and to bring it back: :class:`StateSnapshot`."""
+"""Keeps the state of a module and brings it back: :class:`StateSnapshot`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_accel.core.torch_private.modules import buffer_slots
 Named = list[tuple[str, Any]]
 Place = tuple[str, Names, str]
 
-_SMALL_BYTES = 1 << 20  # of one tensor that is copied at every step: running statistics, not tables
+_SMALL_BYTES = 1 << 20  # the largest tensor copied at every step: running statistics, not tables
 
 
 class Level(IntEnum):
-    """How much a snapshot keeps: each level keeps more than the level before it.
+    """How much a snapshot keeps. Each level keeps more than the level before it.
 
     Attributes:
         RANDOM: The random streams of the process and of generators that the module holds. Costs 80 µs, of which NumPy
             takes 60, and 10 KB.
-        SMALL: Which objects attributes and buffers stand for; the values of buffers and of metrics up to 1 MiB each;
-            the lengths of lists. Every step can pay for it: 1 µs for each module inside, a copying kernel for a dtype.
+        SMALL: Which objects attributes and buffers refer to; the values of buffers and of metrics up to 1 MiB each; the
+            lengths of lists. Cheap enough for every step: 1 µs for each inner module, and one kernel for each dtype.
         FULL: All that a forward pass changes: the values of all buffers and of attributes that are tensors; the items
-            of lists, dicts and sets. Costs a walk through the model, a kernel and memory for each of these tensors.
+            of lists, dicts and sets. Costs a walk through the model, and a kernel and memory for each of these tensors.
         TRAINING: All that a training step changes: also parameters, gradients and optimizers. Costs as much memory
             again as these take.
     """
@@ -44,10 +44,10 @@ class Level(IntEnum):
 
 
 class StatePlaces:
-    """Where a module holds its state: it is found once for the snapshots of all steps.
+    """The places where a module holds its state, found once for the snapshots of all steps.
 
-    A place is (path, dict, name in the dict). The values at ``small`` are copied at :attr:`Level.SMALL`, those of the
-    other tensors, at ``large``, are not. Metrics also empty their ``metric_lists``. A step appends to other ``lists``.
+    A place is (path, dict, name in the dict). :attr:`Level.SMALL` copies the values at ``small``, but not those of the
+    other tensors, at ``large``. Metrics also empty their ``metric_lists``. To the other ``lists`` a step only appends.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +55,7 @@ class StatePlaces:
         self.dicts: list[tuple[str, Names]] = []
         attributes, buffers, states = list[Place](), list[Place](), list[Place]()
         for path, part in module.named_modules():
-            if isinstance(part, torch.jit.ScriptModule):  # it rebinds nothing, and shows no dicts
+            if isinstance(part, torch.jit.ScriptModule):  # rebinds nothing and exposes no dicts
                 buffers += _places(path, dict(part.named_buffers(recurse=False)))
                 continue
             self.dicts += [(path, vars(part)), (path, buffer_slots(part))]
@@ -74,18 +74,19 @@ class StatePlaces:
 
 
 class StateSnapshot:
-    """The state of a module and of random streams, kept as it is now.
+    """The state of a module and of random streams at the time of its creation.
 
-    :meth:`restore` brings it back, and so does the end of a ``with`` block.
+    :meth:`restore` brings the state back, and so does the end of a ``with`` block.
 
     Args:
-        module: The module. None for the random streams of the process only.
+        module: The module. None to keep only the random streams of the process.
         level: How much is kept.
-        device: A device whose random stream is kept, with torch's stream on the host. None for neither of them.
-        places: Where the module holds its state. None if that is still to be found.
-        also: What is kept beside the module: the names in dicts and, at :attr:`Level.FULL`, the values of tensors.
+        device: A device whose random stream is kept, with torch's stream of the host. None for neither of them.
+        places: Where the module holds its state. None to search for the places.
+        also: What is kept besides the module: the names in dicts and, from :attr:`Level.FULL` on, the values of
+            tensors.
         optimizers: The optimizers of the module, for :attr:`Level.TRAINING`.
-        copies_on: The device on which copies wait, at :attr:`Level.FULL`. None for the device of each tensor.
+        copies_on: The device that stores copies, from :attr:`Level.FULL` on. None for the device of each tensor.
 
     Attributes:
         random_states: The state of each random stream, by the stream's name.
@@ -123,7 +124,7 @@ class StateSnapshot:
             elif level == Level.SMALL:
                 small = [(path, names[name]) for path, names, name in places.small]
                 self._restores.append(kept_state.keep_values(small, packed=True))
-                if places.metric_lists or places.lists:  # else this would be for nothing, at every step
+                if places.metric_lists or places.lists:  # saves time, since it runs at every step
                     states = [(p, x) for p, names, n in places.metric_lists if isinstance(x := names.get(n), list)]
                     lists = [(p, x) for p, names, n in places.lists if type(x := names.get(n)) is list]
                     self._restores.append(kept_state.keep_items(states, lists))
@@ -139,7 +140,7 @@ class StateSnapshot:
         self.restore()
 
     def drawn(self) -> list[str]:
-        """Names the random streams that somebody has drawn from since."""
+        """Returns the names of the random streams that have been drawn from since."""
         before = self.random_states
         return [name for name, (read, _) in self._streams.items() if not same_state(read(), before[name])]
 
@@ -147,8 +148,8 @@ class StateSnapshot:
         """Brings the state back. It can be called again, after more changes.
 
         Returns:
-            The paths of what had changed, and the names of streams. Parameters, gradients and optimizer states are
-            brought back without a comparison, and not named.
+            The paths, and the names of streams, that had changed. Parameters, gradients and optimizer states are
+                restored without a comparison and are not named.
         """
         with torch.no_grad():
             changed = [path for restore in self._restores for path in restore()]

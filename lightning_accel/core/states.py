@@ -1,4 +1,4 @@
-"""The states of a site and of a technique in a run, and every change that there may be: two tables."""
+"""The states of a site and of a technique in a run, and two tables of all allowed changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_accel.core.measured import Measurement
 SiteState = Literal["PROPOSED", "ON", "OFF"]
 
 VerdictKind = Literal["kept", "refused", "failed", "untried", "too_dear"]
-"""What a trial can come to. Only the first two say something of the candidate: the others may be tried again."""
+"""The outcomes of a trial. Only the first two judge the candidate: after the others it may be tried again."""
 
 TechniqueState = Literal["off", "unavailable", "waiting", "decided", "left out", "reverted"]
 
@@ -27,7 +27,7 @@ SITE_CHANGES: Mapping[tuple[SiteState | None, SiteState], str] = {
     ("OFF", "ON"): "the technique uses an edit that it has kept ready",
     ("OFF", "OFF"): "there is another reason",
 }
-"""Before and after → when. None stands for a site that nobody has named yet."""
+"""(before, after) → when. None stands for a site that nobody has named yet."""
 
 TECHNIQUE_CHANGES: Mapping[tuple[TechniqueState, TechniqueState], str] = {
     ("off", "unavailable"): "the machine lacks what the technique needs",
@@ -38,18 +38,18 @@ TECHNIQUE_CHANGES: Mapping[tuple[TechniqueState, TechniqueState], str] = {
     ("waiting", "reverted"): "its edits are undone for the rest of the run",
     ("decided", "reverted"): "its edits are undone for the rest of the run",
 }
-"""Before and after → when."""
+"""(before, after) → when."""
 
 
 @dataclass(frozen=True)
 class SiteChanged:
-    """One change at one site. The last one of a site says what holds there.
+    """One change of state at one site. The last change of a site is the one that holds.
 
     Attributes:
         technique: The technique's name.
         site: The qualified name of a module, ``""`` for the model itself, or a name like ``"optimizer 0"``.
-        before: The state until now; None if the site is new.
-        after: The state from now on.
+        before: The previous state; None if the site is new.
+        after: The new state.
         reason: What was changed there, or why the site is off.
         measured: The figures of its trial; None if there are none.
     """
@@ -63,14 +63,14 @@ class SiteChanged:
 
 
 class Sites(dict[str, SiteChanged]):
-    """The sites of one technique, each with its last change. Those of a state are in the order of coming to it."""
+    """The sites of one technique, each with its last change. Sites of one state are in the order of reaching it."""
 
     def __init__(self, technique: str) -> None:
         super().__init__()
         self._technique = technique
 
     def change(self, site: str, after: SiteState, reason: str = "", measured: Measurement | None = None) -> SiteChanged:
-        """Changes the state of a site; nothing else does.
+        """Changes the state of a site. Nothing else does.
 
         Raises:
             ValueError: :data:`SITE_CHANGES` does not have this change.
@@ -86,5 +86,5 @@ class Sites(dict[str, SiteChanged]):
         return self[site]
 
     def reasons(self, state: SiteState) -> dict[str, str]:
-        """The sites in this state, each with its reason."""
+        """Returns the sites in this state, each with its reason."""
         return {site: one.reason for site, one in self.items() if one.after == state}

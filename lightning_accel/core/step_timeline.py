@@ -1,4 +1,4 @@
-"""The timeline of a training: what each step took, in work, waiting and phases, without ever stopping the device."""
+"""Times each step of a training, its waiting for data and its phases, without blocking the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from lightning_accel.core.clocks import HostClock
 from lightning_accel.core.phase_sums import PhaseSums, Switch
 
-_LATEST = slice(-8, None)  # the steps whose waiting stands for that of steps of which nothing else was told
+_LATEST = slice(-8, None)  # the steps whose share of waiting is used for steps that ended together
 
 
 class Driver(IntEnum):
-    """Who tells a timeline of its steps, if several could: the highest of them."""
+    """Who reports steps to a timeline. If several could, the highest one does."""
 
     MEMORY = 1
     TRACES = 2
@@ -25,19 +25,19 @@ class Driver(IntEnum):
 
 
 class StepTimes(NamedTuple):
-    """What a step took, in milliseconds; or each of several that ended together.
+    """The times of one step in milliseconds, or the average of several steps that ended together.
 
     Attributes:
         step_ms: The step itself, without its waiting for data and the gap before it.
-        cycle_ms: From the end of the step before it to its own end.
-        wait_ms: Waiting for data; 0 for steps that ended together, of which it is not known.
-        before_backward_ms: From the cycle's beginning to the first backward pass; None if there was no such pass.
-        samples: How many samples they trained on.
+        cycle_ms: From the end of the previous step to its own end.
+        wait_ms: Waiting for data; 0 for steps that ended together, since it is unknown.
+        before_backward_ms: From the start of the cycle to the first backward pass; None if there was no such pass.
+        samples: How many samples were trained on.
         together: How many steps ended together; 0 for a step that was timed by itself.
         is_apart: Whether something slowed the step down, so that it does not count.
-        labels: What listeners have noted about it in :attr:`StepTimeline.labels`.
-        tail_ms: From its end to that of what belongs to it for some, without what :meth:`StepTimeline.mark_aside`
-            leaves out; 0 if nobody asks for it.
+        labels: The notes of listeners in :attr:`StepTimeline.labels`.
+        tail_ms: From the end of the step to the end of its tail, without what :meth:`StepTimeline.mark_aside` excludes;
+            0 if nobody asks for tails.
     """
 
     step_ms: float
@@ -52,33 +52,33 @@ class StepTimes(NamedTuple):
 
 
 class StepTimeline:
-    """Cuts a training into cycles, one a step. Each runs from the end of the step before it to its own end.
+    """Divides a training into one cycle per step. Each cycle runs from the end of the previous step to its own end.
 
-    A cycle has three parts: the *gap* before its first fetch (loggers, progress bar), *waiting* inside fetches, and
-    the *step*, which is all the rest. On a GPU waiting is what the *device* waited: a fetch that is over before the
-    device has worked off its queue costs nothing.
+    A cycle has three parts: the *gap* before its first fetch (loggers, progress bar), *waiting* inside fetches, and the
+    *step*, which is the rest. On a GPU, waiting is the time that the *device* waited: a fetch that ends before the
+    device has finished its queue costs nothing.
 
-    Steps that are asked for have *phases* too, which add up to all of the cycle. Time counts for the phase that was
-    entered last and not left: an optimizer's step that calls forward and backward has what is left without them.
+    On request a step also has *phases*, which add up to the whole cycle. Time counts for the innermost open phase: an
+    optimizer step that calls forward and backward gets only the remaining time.
 
     Args:
         clock: The clock of the device that trains.
-        listeners: Called in their order with each step that has ended, once the device has passed it.
+        listeners: Called in this order with each step that has ended, once the device has passed its end.
 
     Attributes:
-        labels: Notes of listeners about the step that is under way or begins next, with themselves as keys.
-        has_tails: Whether steps have tails: each is told of at :meth:`tail_ended`.
-        is_watched: Whether a listener has to be told of each step by itself.
-        driver: Who tells of steps; None if nobody does. All others only listen.
+        labels: Notes of listeners on the current or next step, with the listeners as keys.
+        has_tails: Whether each step has a tail, which ends at :meth:`tail_ended`.
+        is_watched: Whether a listener needs each step reported by itself.
+        driver: Who reports steps; None if nobody does. All others only listen.
     """
 
     def __init__(self, clock: HostClock, *listeners: Callable[[StepTimes], object]) -> None:
         self.clock, self.listeners = clock, list(listeners)
-        # Looked up once, as a step needs each of them several times.
+        # Looked up once, since a step uses each of them several times.
         self._mark, self._elapsed, self._unit_ms = clock.mark, clock.elapsed, clock.unit_ms
         self._take = self._read if clock.is_host else self._keep
-        self._pending: deque[tuple[Any, ...]] = deque()  # the last instant of a cycle, and its parts
-        self._held: tuple[Any, ...] | None = None  # the parts of a cycle in its tail
+        self._pending: deque[tuple[Any, ...]] = deque()  # (last instant of a cycle, its parts)
+        self._held: tuple[Any, ...] | None = None  # the parts of a cycle whose tail is open
         self.labels: dict[Any, Any] = {}
         self.has_tails = self.is_watched = False
         self.driver: Any = None
@@ -86,39 +86,39 @@ class StepTimeline:
         self.restart()
 
     def claim(self, driver: Any, rank: Driver) -> bool:
-        """Returns whether ``driver`` is to tell of steps: it is, unless somebody of a higher rank does."""
+        """Lets ``driver`` report steps unless another of the same or a higher rank does. Returns whether it may."""
         if rank > self._rank:
             self.driver, self._rank = driver, rank
         return self.driver is driver
 
     def release(self, driver: Any) -> None:
-        """Has ``driver`` tell of no more steps."""
+        """Stops ``driver`` from reporting steps."""
         if self.driver is driver:
             self.driver, self._rank = None, 0
 
     def forget(self, listener: Callable[[StepTimes], object]) -> None:
-        """Tells a listener no more, if it was told."""
+        """Removes a listener, if it is there."""
         if listener in self.listeners:
             self.listeners.remove(listener)
 
     def restart(self) -> None:
-        """Tells of all steps that have ended, and forgets the one under way."""
+        """Reports all steps that have ended, and discards the current one."""
         self.settle()
         self._began: Any = None
         self._fetches: list[Any] = []  # begin, end, begin, end, ...
         self._backward: Any = None
-        self._tail: list[Any] = []  # the step's end, begin and end of what is left out, ..., its own end
+        self._tail: list[Any] = []  # end of the step, begin and end of each excluded part, ..., end of the tail
         self.drop_phases()
         self.clock.follow_stream()
 
     @property
     def is_open(self) -> bool:
-        """Whether a cycle has begun, and has not ended."""
+        """Whether a cycle has begun and not ended."""
         return bool(self._fetches)
 
     @property
     def is_in_step(self) -> bool:
-        """Whether time that passes now is a step's or its tail's, and is not left out."""
+        """Whether the present time counts for a step or its tail, and is not excluded."""
         return len(self._fetches) % 2 == 0 if self._fetches else len(self._tail) % 2 == 1
 
     def fetch_began(self) -> None:
@@ -128,22 +128,22 @@ class StepTimeline:
         self._fetches.append(self._mark())
 
     def step_began(self) -> None:
-        """Opens the cycle if no fetch has."""
+        """Opens the cycle unless a fetch has opened it."""
         if not self._fetches:
             self._fetches += [now := self._mark(), now]
 
     def backward_began(self) -> None:
-        """Marks the step's first backward pass. Within a step only."""
+        """Marks the step's first backward pass. Does nothing outside of a step."""
         if self._fetches and self._backward is None:
             self._backward = self._mark()
 
     def step_ended(self, samples: int = 0, is_apart: bool = False, at: Any = None) -> None:
-        """Ends the cycle under way, if there is one, and tells the listeners of what the device has passed.
+        """Ends the current cycle, if there is one, and reports the steps that the device has passed.
 
         Args:
             samples: How many samples the step trained on.
             is_apart: Whether something slowed it down.
-            at: The instant of the clock at which it ended; None if that is now.
+            at: The instant of the clock at which it ended; None for now.
         """
         if not self._fetches:
             return
@@ -157,24 +157,24 @@ class StepTimeline:
             self._take(*cycle, ())
 
     def mark_aside(self) -> None:
-        """Begins, or ends, what belongs neither to the step under way nor to its tail: a checkpoint."""
+        """Begins or ends time that counts neither for the current step nor for its tail, as for a checkpoint."""
         if self._fetches:
             self._fetches.append(self._mark())
         elif self._held is not None:
             self._tail.append(self._mark())
 
     def tail_ended(self) -> None:
-        """Ends the tail of the step that has ended last, if it has one, and tells the listeners of the step."""
+        """Ends the tail of the last step, if it has one, and reports the step."""
         if self._held is not None:
             cycle = *self._held, [*self._tail, self._mark()]
             self._held, self._tail = None, []
             self._take(*cycle)
 
     def steps_ended(self, steps: int, samples: int = 0) -> int:
-        """Ends steps of which nothing else was told: their cycles are equal parts of the time since the last end.
+        """Ends several steps at once. Their cycles are equal parts of the time since the last end.
 
         Returns:
-            How many steps count: none if there was a pause.
+            How many steps count: 0 after a pause.
         """
         began, self._began = self._began, self._mark()
         labels, self.labels = self.labels, {}
@@ -184,12 +184,12 @@ class StepTimeline:
         return steps
 
     def pause(self) -> None:
-        """Leaves the gap that is running out of the time. Within a cycle, it does nothing."""
+        """Excludes the current gap from the time. Does nothing within a cycle."""
         if not self._fetches:
             self._began = None
 
     def settle(self) -> None:
-        """Tells the listeners of all steps that have ended. The only call that may wait for the device."""
+        """Reports all steps that have ended. Only this call may wait for the device."""
         self.tail_ended()
         if self._pending:
             self.clock.wait_for(self._pending[-1][0])
@@ -198,22 +198,22 @@ class StepTimeline:
     # -- phases --------------------------------------------------------------------------------------------------
 
     def drop_phases(self) -> None:
-        """Forgets the phases of the step under way."""
+        """Discards the phases of the current step."""
         self._stack: list[str] = []
         self._switches: list[Switch] = []
 
     def begin_phases(self, sums: PhaseSums, rest: str) -> None:
-        """Has the step under way, or the one that begins now, told to ``sums`` by phases, the first being ``rest``."""
+        """Has the phases of the current or next step added to ``sums``. The first phase is ``rest``."""
         self._sums, self._stack = sums, [rest]
         self._switches = [Switch(rest, self._mark(), False)]
 
     @property
     def phase(self) -> str:
-        """The phase that a step under way is in; empty if its phases are not asked for."""
+        """The phase of the current step; empty if phases are not requested."""
         return self._stack[-1] if self._stack else ""
 
     def enter(self, phase: str) -> None:
-        """Begins a phase; without effect if phases are not asked for."""
+        """Begins a phase. Does nothing if phases are not requested."""
         if self._stack:
             self._stack.append(phase)
             self._switch(phase, self._mark())
@@ -241,11 +241,11 @@ class StepTimeline:
         self._read_passed()
 
     def _read_passed(self) -> None:
-        # All instants are of one stream, so what came before one that has passed has passed too.
+        # All instants are in one stream: if one has passed, all earlier ones have passed too.
         while self._pending and self.clock.has_passed(self._pending[0][0]):
             self._read(*(cycle := self._pending.popleft()[1]))
             began, fetches, backward, *_, phases, tail = cycle
-            # A cycle's end stays: it is the next one's beginning.
+            # The end of a cycle is kept, as it is the beginning of the next.
             switched = [] if phases is None else [switch.mark for switch in phases[1][:-1]]
             self.clock.release((*fetches, backward, began, *switched, *tail[1:]))
 
@@ -274,7 +274,7 @@ class StepTimeline:
             took = cycle_took = took / together
         before = None if backward is None else elapsed(backward, opened if began is None else began) * ms
         tail_took = sum(map(elapsed, tail[1::2], tail[::2])) if tail else 0.0
-        # By tuple's own constructor: that of a named tuple takes as long as all the rest.
+        # Uses tuple's own constructor: that of a named tuple takes as long as all the rest.
         times = (
             *((took - waited) * ms, cycle_took * ms, waited * ms, before),
             *(samples, together, is_apart, labels, tail_took * ms),
@@ -287,16 +287,16 @@ class StepTimeline:
 
 
 class StepTally:
-    """Keeps the times of steps that count, in milliseconds, as :meth:`took` is told of them.
+    """Collects the times of the steps that count, in milliseconds. :meth:`took` is the listener.
 
-    Steps that ended together are taken to have waited for data as the latest steps before them did.
+    For steps that ended together, the share of waiting is that of the latest steps before them.
 
     Attributes:
-        step_ms: Of each step that was timed by itself; likewise ``before_backward_ms``.
-        cycle_ms: Of each step; likewise ``wait_ms``.
+        step_ms: One time for each step that was timed by itself, as in ``before_backward_ms``.
+        cycle_ms: One time for each step, as in ``wait_ms``.
         labelled_ms: The cycles of steps that have the label :attr:`LABEL`.
         samples: How many samples the steps trained on.
-        steps_apart: How many steps do not count; likewise ``samples_apart``.
+        steps_apart: How many steps do not count; ``samples_apart`` are their samples.
     """
 
     LABEL = "captured a graph"
@@ -307,7 +307,7 @@ class StepTally:
         self.samples = self.steps_apart = self.samples_apart = 0
 
     def took(self, step: StepTimes) -> None:
-        """Keeps the times of a step, or of several that ended together."""
+        """Adds the times of a step, or of several that ended together."""
         step_ms, cycle_ms, wait_ms, before_backward_ms, samples, together, is_apart, labels, _ = step
         if is_apart:
             self.steps_apart += 1

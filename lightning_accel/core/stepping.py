@@ -1,8 +1,8 @@
-"""Optimizers of torch's that can step many parameters together, and when a group of parameters may be stepped so.
+"""Which torch optimizers can step many parameters together, and when a parameter group may be stepped this way.
 
 Torch's optimizers have three implementations of a step: one parameter after the other; *foreach*, each operation on all
-parameters of a group at once; and *fused*, the whole step of a group in one kernel. A fused kernel walks parameters,
-gradients and states by their addresses. Where their layouts, types or sizes differ it updates wrong elements,
+parameters of a group at once; and *fused*, the whole step of a group in one kernel. A fused kernel goes through
+parameters, gradients and states by memory address. If their layouts, dtypes or sizes differ, it updates wrong elements,
 without an error (on CPU, torch 2.11 to 2.13). So all of them are checked before every fused step.
 """
 
@@ -27,28 +27,28 @@ FUSED: Mapping[type[Optimizer], tuple[str, ...]] = {
     SGD: ("momentum_buffer",),
     Adagrad: ("sum",),
 }
-"""Those with a fused step → the states that its kernel walks."""
+"""Optimizers with a fused step → the states that its kernel goes through."""
 
 FOREACH = (*FUSED, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop)
-"""Not ASGD, whose foreach step rounds its learning rate otherwise: by 1e-10 of the weights in float64."""
+"""Not ASGD, whose foreach step rounds the learning rate differently: by 1e-10 of the weights in float64."""
 
 _DISTRIBUTED: Mapping[StepImpl, tuple[type[Optimizer], ...]] = {"fused": (Adam, AdamW), "foreach": (Adam, AdamW, SGD)}
-"""Those whose operations torch has for DTensors; of the others it raises a ``NotImplementedError`` (torch 2.13)."""
+"""Optimizers that torch can step for DTensors. For others it raises a ``NotImplementedError`` (torch 2.13)."""
 
 _ON_CPU = (torch.float32, torch.float64)
-"""What fused kernels step on a CPU. Others silently leave elements out (pytorch#191763, SGD of torch 2.11 to 2.13)."""
+"""Dtypes for fused kernels on a CPU. Others skip elements silently (pytorch#191763, SGD of torch 2.11 to 2.13)."""
 
 _ON_GPU = (*_ON_CPU, torch.bfloat16)
-"""What they step on a GPU. In float16 they do not overflow where torch's other steps do: that is no rounding."""
+"""Dtypes on a GPU. In float16, fused kernels do not overflow where torch's other steps do: more than rounding."""
 
 _ANY = (*_ON_GPU, torch.float16)
 
-# What a subclass may do anew without having a say in how the parameters are stepped.
+# What a subclass may override without changing how parameters are stepped.
 _HARMLESS = {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
 
 
 def kind_of(optimizer: Optimizer) -> type[Optimizer] | str:
-    """The class of torch's whose step an optimizer takes; or why it takes none that could be taken together."""
+    """Returns the torch class whose step an optimizer uses; or the reason why it cannot step parameters together."""
     name = type(optimizer).__name__
     kind = next((each for each in type(optimizer).__mro__ if each in FOREACH), None)
     if kind is None:
@@ -58,21 +58,21 @@ def kind_of(optimizer: Optimizer) -> type[Optimizer] | str:
     if step_of(type(optimizer)) is not step_of(kind):
         return f"{name} has a step of its own"
     before = type(optimizer).__mro__[: type(optimizer).__mro__.index(kind)]
-    # An instance has its step wrapped by learning rate schedulers, which call the one that was there.
+    # Learning rate schedulers wrap the step of an instance and call the previous step.
     changed = {*vars(optimizer), *(each for one in before for each in vars(one))} - _HARMLESS - {"step"}
     own = sorted(each for each in changed if not each.startswith("__") and callable(getattr(kind, each, None)))
     return f"{name} has its own {', '.join(own)}" if own else kind
 
 
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The step of a class without the wrapper in which torch calls hooks, and which it puts on subclasses too."""
+    """Returns the step of a class without torch's wrapper that calls hooks, which torch puts on subclasses too."""
     step: Any = kind.step
     inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) is True else step  # a mock has all
     return inner
 
 
 def own_choice(group: Group) -> str | None:
-    """Why a group of parameters steps as its user says; None where they leave that to torch."""
+    """Returns which choice of the user decides how a group is stepped; None if the user leaves it to torch."""
     for name in ("foreach", "fused"):
         if group.get(name) is not None:
             return f"{name}={group[name]} was chosen for it"
@@ -83,22 +83,22 @@ def own_choice(group: Group) -> str | None:
 
 
 def knows_distributed(kind: type[Optimizer], group: Group, impl: StepImpl) -> bool:
-    """Whether this implementation can step a group in which all parameters but plain tensors are DTensors."""
+    """Returns whether ``impl`` can step a group in which all parameters that are not plain tensors are DTensors."""
     return kind in _DISTRIBUTED[impl] or all(type(p) in (Tensor, nn.Parameter) for p in group["params"])
 
 
 def is_one_operation(kind: type[Optimizer], group: Group) -> bool:
-    """Whether a step is one addition for each parameter: there is nothing to fuse."""
+    """Returns whether a step is one addition for each parameter, so that nothing can be fused."""
     return kind is SGD and not group["momentum"] and not group["weight_decay"]
 
 
 def is_foreach_by_itself(group: Group) -> bool:
-    """Whether torch steps a group by foreach unless it is told otherwise: on accelerators."""
+    """Returns whether torch steps a group by foreach by default: on accelerators."""
     return all(p.device.type != "cpu" and type(p) in (Tensor, nn.Parameter) for p in group["params"])
 
 
 def has_fused(kind: type[Optimizer], device_type: str, dtype: torch.dtype) -> bool:
-    """Whether torch has a fused step of these optimizers for such parameters, and it is right."""
+    """Returns whether torch has a correct fused step of this optimizer for such parameters."""
     if kind not in FUSED or dtype not in {"cpu": _ON_CPU, "cuda": _ON_GPU}.get(device_type, ()):
         return False
     return kind is not Adagrad or _has_fused_adagrad(device_type)
@@ -106,19 +106,19 @@ def has_fused(kind: type[Optimizer], device_type: str, dtype: torch.dtype) -> bo
 
 @functools.cache
 def _has_fused_adagrad(device_type: str) -> bool:
-    """On CUDA it is younger than the others: torch 2.11 has the kernel, and no optimizer that takes it."""
+    """Returns whether Adagrad can use a fused step. On CUDA, torch 2.11 has the kernel but does not use it."""
     parameter = nn.Parameter(torch.zeros(1, device=device_type))
     parameter.grad = torch.zeros_like(parameter)
     try:
         with torch.no_grad():
-            inspect.unwrap(Adagrad.step)(Adagrad([parameter], fused=True))  # without the hooks that somebody could see
+            inspect.unwrap(Adagrad.step)(Adagrad([parameter], fused=True))  # calls no hooks
     except (RuntimeError, TypeError):
         return False
     return True
 
 
 def why_never(kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
-    """Why a group must not be stepped by this implementation, by its settings; None where they allow it."""
+    """Returns why a group's settings forbid this implementation; None if they allow it."""
     for name, value in group.items():
         if isinstance(value, Tensor) or (name == "betas" and any(isinstance(each, Tensor) for each in value)):
             return f"its {name} is a tensor"
@@ -130,12 +130,11 @@ def why_never(kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None
 def make_ready(
     kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], impl: StepImpl
 ) -> str | None:
-    """Makes a group ready to be stepped by this implementation now: None; or says why it must not be.
+    """Prepares a group for a step by this implementation. Returns None, or why the group must not be stepped so.
 
-    To be called before every step, of which each has its own gradients: one or two µs for each parameter.
+    Call it before every step, since each step has new gradients: 1 to 2 µs for each parameter.
 
-    A fused kernel reads the counts of steps, which are in ``states``, beside the parameter, in float32: they are put
-    there.
+    A fused kernel reads the step counts in ``states`` in float32 and on the parameter's device. They are moved there.
     """
     reason = why_never(kind, group, impl)
     if reason is not None:
@@ -170,8 +169,8 @@ def _types(parameter: Tensor) -> str:
 
 
 def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
-    """Parameters that are no plain tensors have all to be DTensors of one mesh, whose gradients lie as they do."""
-    # Imported where there are any: it takes a while.
+    """Returns why tensors of special types cannot be stepped; None if all are DTensors of one mesh, gradients alike."""
+    # Not imported here, which is slow: it is loaded if there are any.
     distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     for parameter in strange:
         if type(parameter) is not distributed:
@@ -189,7 +188,7 @@ def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, im
 def _fused(
     kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], is_distributed: bool
 ) -> str | None:
-    # In one loop, with no call that can be spared: it runs before every step.
+    # One loop with as few calls as possible: it runs before every step.
     names = FUSED[kind]
     stepping = without_state = 0
     strays = []
@@ -238,7 +237,7 @@ _LAYOUT = "a parameter, its gradient and its state do not lie alike in memory"
 
 
 def _lie_alike(parameter: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether all have the same elements at the same addresses, and nothing between them."""
+    """Returns whether all have the same elements at the same offsets, without gaps."""
     stride, numel, dtype = parameter.stride(), parameter.numel(), parameter.dtype
     return _is_dense(parameter.shape, stride) and all(
         other.stride() == stride and other.numel() == numel and other.dtype is dtype for other in others
@@ -247,7 +246,7 @@ def _lie_alike(parameter: Tensor, others: Sequence[Tensor]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether every address between the first element and the last is that of exactly one element."""
+    """Returns whether every address between the first and the last element belongs to exactly one element."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1 and step != expected:
@@ -260,9 +259,9 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def own_steps(group: Group, states: Mapping[Tensor, dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every parameter whose count is not where torch keeps it without fused kernels, that count as it would be.
+    """Yields the parameters whose step count is not where torch keeps it without fused kernels, with a count that is.
 
-    It would be on the host, in float32 or, where that is the default, in float64.
+    That is on the host, in float32, or in float64 if that is the default dtype.
     """
     dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
     away = [
@@ -275,6 +274,6 @@ def own_steps(group: Group, states: Mapping[Tensor, dict[str, Any]]) -> Iterator
     for parameter, step in away:
         by_device.setdefault(step.device, []).append((parameter, step))
     for found in by_device.values():
-        # One copy for all of them: each waits for the device.
+        # One copy for all: each copy waits for the device.
         values = torch.stack([step for _, step in found]).to("cpu", dtype)
         yield from ((parameter, value.clone()) for (parameter, _), value in zip(found, values, strict=True))

@@ -1,4 +1,4 @@
-"""torchao, which is optional: whether it is here, and its modules, imported without what they log."""
+"""The optional library torchao: checks that it works, and imports its modules without their log messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSTALL = "install torchao: pip install 'lightning-accel[torchao]'"
 
 
 def why_missing(module: str) -> str | None:
-    """Why a module of torchao cannot be had, with the mend; None where it can. Imports it, which takes seconds."""
+    """Returns why a torchao module cannot be imported and what to do; None if it can. Its import takes seconds."""
     if importlib.util.find_spec("torchao") is None:
         return INSTALL
     try:
@@ -24,10 +24,10 @@ def why_missing(module: str) -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """A module of torchao: ``"torchao.float8"``.
+    """Imports a module of torchao, such as ``"torchao.float8"``.
 
-    On import torchao logs, as warnings, which of its own compiled kernels this machine or this torch cannot load. None
-    of them is used here.
+    On import, torchao warns about its compiled kernels that this machine or torch cannot load. None of those kernels is
+    used here.
     """
     with temporarily(lambda: logging.root.manager.disable, logging.disable, logging.WARNING):
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Tensors wherever they sit: in tuples, lists, dicts, namedtuples, dataclasses, nested as a user's batch may be."""
+"""Finds and replaces tensors in nested data: tuples, lists, dicts, namedtuples, dataclasses, as in batches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
-    """``data`` with every tensor replaced by ``function(tensor)``; frozen dataclasses and unknown objects stay."""
+    """Returns ``data`` with ``function`` applied to every tensor. Frozen dataclasses and unknown objects stay."""
     return map_leaves(function, data, Tensor)
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any, kind: type | tuple[type, ...]) -> Any:
-    """``data`` with every object of class ``kind`` replaced by ``function(object)``, as :func:`map_tensors` does."""
+    """Returns ``data`` with ``function`` applied to every object of class ``kind``, as :func:`map_tensors` does."""
     if isinstance(data, kind):
         return function(data)
     if type(data) in _ATOMS or isinstance(data, _NO_CONTAINERS):
         return data
-    # What nearly all data are made of, without the checks for all the rest: this is done at every step.
+    # A fast path for the common containers: this runs at every step.
     if type(data) is tuple or type(data) is list:
         return type(data)([map_leaves(function, part, kind) for part in data])
     if type(data) is dict:
@@ -36,10 +36,10 @@ def map_leaves(function: Callable[[Any], Any], data: Any, kind: type | tuple[typ
 
 
 def leaves(data: Any) -> list[Any]:
-    """Everything in ``data`` that is no container: tensors, numbers, objects of classes that are not known here."""
+    """Returns everything in ``data`` that is not a container: tensors, numbers, objects of unknown classes."""
     if isinstance(data, Tensor) or type(data) in _ATOMS:
         return [data]
-    if type(data) is tuple or type(data) is list:  # by themselves: the checks below take longer than the rest
+    if type(data) is tuple or type(data) is list:  # a fast path: the checks below are slow
         parts: Any = data
     elif isinstance(data, Mapping):
         parts = data.values()
@@ -52,25 +52,25 @@ def leaves(data: Any) -> list[Any]:
     return [leaf for part in parts for leaf in leaves(part)]
 
 
-# What a call cannot change, or (tensors) is seen to change; a batch or cache object of the user's can be.
+# A call cannot change these, or the change is noticed (tensors). It can change a user's batch or cache object.
 _PLAIN = (Tensor, type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, nn.Module, FunctionType)
 
 
 def changeable_argument(args: Any, kwargs: Any) -> str | None:
-    """The class of an argument that a call may change (a key/value cache), so that a second call differs; or None."""
+    """Returns the class of an argument that a call may change, such as a key/value cache; None if there is none."""
     return next((type(leaf).__name__ for leaf in leaves((args, kwargs)) if not isinstance(leaf, _PLAIN)), None)
 
 
 def tensors_in(data: Any) -> list[Tensor]:
-    """Every tensor in ``data``, in the order of its structure."""
+    """Returns every tensor in ``data``, in the order of its structure."""
     return [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage behind ``tensor``; None where there is none: it is lazy, sparse, or made by ``torch.func``.
+    """Returns the storage of ``tensor``; None if it has none: it is lazy, sparse, or made by ``torch.func``.
 
-    A storage is the same object as long as it lives, whichever tensor is asked for it, and equal to no other: sets and
-    weak dictionaries take it.
+    Every tensor on a storage returns the same object while the storage lives, and it equals no other: sets and weak
+    dictionaries can hold it.
     """
     try:
         return tensor.untyped_storage()
@@ -83,5 +83,5 @@ def storages_of(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the storages behind ``tensors``, each counted once."""
+    """Returns the bytes of the storages behind ``tensors``, each counted once."""
     return sum(storage.nbytes() for storage in storages_of(tensors))

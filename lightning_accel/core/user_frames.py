@@ -1,4 +1,4 @@
-"""Which lines are the user's: those of no library's and none of ours."""
+"""Tells which lines of code are the user's: outside of libraries and this package."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _PLACES = [
     *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")),
     *(Path(torch.__file__).parents[1], Path(__file__).parents[1]),
 ]
-# As they are written, and where links lead: code knows the one by which it was imported.
+# Both as written and with links resolved: code records the path by which it was imported.
 _NOT_THE_USERS = (*{str(place) for written in _PLACES for place in (written, written.resolve())}, "<")
 
 
 def is_users(file: str) -> bool:
-    """Whether a file of code is the user's."""
+    """Returns whether a file of code is the user's."""
     return not file.startswith(_NOT_THE_USERS)
 
 
 def users_line() -> str:
-    """The innermost line of the user's that is being run, as ``train.py:12, in forward``; empty: there is none.
+    """Returns the user's innermost running line, as ``train.py:12, in forward``; empty if there is none.
 
-    What autograd computes has no frames but those of who called ``backward``.
+    In a backward pass, the only Python frames are those of the code that called ``backward``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Sizes of vocabularies that a GPU's matrix products like."""
+"""Vocabulary sizes for which a GPU's matrix products are fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LEAST = 1000
 
 
 def why_unlucky(size: int, host: Host) -> str:
-    """What to say of a layer as wide as ``size`` on ``host``, a vocabulary perhaps; empty: nothing."""
+    """Returns a remark on a layer of width ``size``, such as a vocabulary's, that is slow on ``host``; else empty."""
     if host.kind not in ("cuda", "rocm") or size < _LEAST or not size % _LIKED:
         return ""
     return (

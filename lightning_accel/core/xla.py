@@ -1,6 +1,6 @@
-"""What torch_xla is asked: whether it is here, what it has compiled, where it keeps programs, to end a step.
+"""Interface to torch_xla: whether it is installed, how much it has compiled, its program cache, the end of a step.
 
-It is imported when it is asked: that starts its runtime. Its names here are public ones.
+Each function imports torch_xla when it is called, since the import starts torch_xla's runtime. All names are public.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CACHE_VARIABLE = "XLA_PERSISTENT_CACHE_PATH"
 
 
 def why_missing() -> str:
-    """Why torch_xla cannot be used here, with the mend; empty: it can."""
+    """Returns why torch_xla cannot be used here and what to do; empty if it can."""
     if importlib.util.find_spec("torch_xla") is None:
         return (
             "torch_xla is not installed: pip install torch_xla==X, where X is your torch's release (on PyPI there is"
@@ -25,7 +25,7 @@ def why_missing() -> str:
         )
     try:
         importlib.import_module("torch_xla")
-    except Exception as error:  # whatever a library says that was built for another one
+    except Exception as error:  # any error, if it was built for another torch
         return (
             f"torch_xla cannot be imported ({type(error).__name__}: {error}). It is built for one release of torch, and"
             f" this is torch {torch.__version__}: install the two of the same number"
@@ -34,30 +34,29 @@ def why_missing() -> str:
 
 
 def end_step() -> None:
-    """Has XLA compile and run what was recorded so far, without waiting for it."""
+    """Makes XLA compile and run the operations recorded so far, without waiting."""
     importlib.import_module("torch_xla").sync()
 
 
 def programs_compiled() -> int:
-    """How many programs this process has compiled; those found in a cache do not count."""
+    """Returns how many programs this process has compiled, without those loaded from a cache."""
     return int(_metrics().counter_value("UncachedCompile") or 0)
 
 
 def compiling_s() -> float:
-    """Seconds that compiling has taken in this process."""
+    """Returns the seconds that compilation has taken in this process."""
     found = _metrics().metric_data("CompileTime")
     return 0.0 if found is None else float(found[1]) / 1e9
 
 
 def keep_programs(folder: Path) -> str:
-    """Has compiled programs kept in a folder, for later runs, unless the user has named one by the variable.
+    """Caches compiled programs in a folder for later runs, unless the user has set the variable.
 
-    Nothing can be changed about it once this process has compiled a program.
-
-    Each process has a folder within it, as they must not write to the same.
+    Has no effect after this process has compiled a program. Each process has its own subfolder, since processes must
+    not share one.
 
     Returns:
-        Where they are kept, or why not, in words.
+        Where the programs are kept, or why they are not, in words.
     """
     if given := os.environ.get(CACHE_VARIABLE):
         return f"compiled programs are kept in {given}"

@@ -1,4 +1,4 @@
-"""From trained to served: models with smaller numbers, in forms that need no Python, measured beside each other."""
+"""Prepares trained models for serving: quantises them, exports them to forms without Python, compares the forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> object:
-    # Imported when first used: torchmetrics takes seconds, and who loads a form has no need of it.
+    # Imported at first use: torchmetrics takes seconds to import and is not needed to load a form.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

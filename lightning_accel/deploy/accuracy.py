@@ -1,4 +1,4 @@
-"""What a form loses of a model's accuracy, and how sure that is: torchmetrics, resampled alike for all forms."""
+"""A form's loss of accuracy and its confidence interval, by torchmetrics, with the same resamples for all forms."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BOUNDS = torch.tensor([0.025, 0.975])
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one form."""
+    """The value of one metric for one form."""
 
-    value: float  # on the data as they are
-    low: float  # of its 95% interval, over samples drawn anew
+    value: float  # on the data itself
+    low: float  # of its 95% interval, over bootstrap samples
     high: float
-    drop: float  # by how much it is worse than the original's; negative where it is better
-    drop_low: float  # of the interval of that, over the same samples for both
+    drop: float  # by how much it is worse than the original; negative if it is better
+    drop_low: float  # of the interval of the drop, with the same samples for both
     drop_high: float
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a form makes of the data."""
+    """A form's metrics and outputs on the data."""
 
-    scores: Mapping[str, tuple[float, Tensor]]  # metric → its value on the data, and its values on data drawn anew
-    outputs: list[list[Tensor]]  # of each batch
+    scores: Mapping[str, tuple[float, Tensor]]  # metric → (value on the data, values on bootstrap samples)
+    outputs: list[list[Tensor]]  # for each batch
 
 
 def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """One metric by its class's name, several by theirs; a TypeError where it is something else."""
+    """Returns metrics by name: a single one by its class. Raises a TypeError for anything else."""
     if metrics is None:
         return {}
     found = dict(metrics) if isinstance(metrics, Mapping) else {type(metrics).__name__: metrics}
@@ -63,7 +63,7 @@ def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], me
     """Runs a form over the data.
 
     Raises:
-        ValueError: A batch has no targets, or a metric cannot be had of what the model returns.
+        ValueError: A batch has no targets, or a metric cannot be computed from the model's outputs.
     """
     device = device_of(model)
     plain = {name: metric.clone().to(device) for name, metric in metrics.items()}
@@ -84,7 +84,7 @@ def judge(call: Callable[..., Any], model: nn.Module, batches: Iterable[Any], me
 
 
 def scores_of(form: Judged, original: Judged, metrics: Mapping[str, Metric]) -> dict[str, Score]:
-    """Metric → what it comes to for a form, beside the original."""
+    """Returns metric → a form's score, compared with the original."""
     found = {}
     for name, metric in metrics.items():
         (value, values), (expected, expected_values) = form.scores[name], original.scores[name]
@@ -96,7 +96,7 @@ def scores_of(form: Judged, original: Judged, metrics: Mapping[str, Metric]) -> 
 
 
 def error_of(form: Judged, original: Judged) -> float:
-    """How far a form's outputs are off, by :func:`lightning_accel.deploy.losses.loss`, on the worst batch."""
+    """Returns the error of a form's outputs (:func:`lightning_accel.deploy.losses.loss`) on the worst batch."""
     pairs = zip(form.outputs, original.outputs, strict=True)
     return max((loss(got, want) for got, want in pairs), default=0.0)
 

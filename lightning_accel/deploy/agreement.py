@@ -1,4 +1,4 @@
-"""Whether a form computes what the original does: by the rule of docs/numbers.md; in INT8 by what that loses anyway."""
+"""Checks whether a form computes what the original does: by docs/numbers.md; for INT8 by its usual loss."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from lightning_accel.experiment.trial import Trial
 from lightning_accel.experiment.trial_runs import TrialSide
 
 _STATIC_FACTOR, _DYNAMIC_FACTOR = 3.0, 4.0
-"""How many times as far as torch's INT8 ONNX Runtime's may be off from the model in float.
+"""Limits of an INT8 form's error in ONNX Runtime, as multiples of the error of torch's INT8 from the float model.
 
-With ranges by every call, weights have seven bits instead of eight, which alone loses twice as much; the rest is
-chance. Of five untrained models (two convolutions and a linear layer, an MLP, one linear layer, a tied embedding, an
-encoder) with 30 to 70 seeds each, most are off by 0.9 to 1.7 times as much as torch's, the worst by 3.5 times. With the
-scales of the first or last layer halved, all but the encoder are off by 15 times and more, by 3.7 with static ranges.
+With dynamic ranges, weights have seven bits instead of eight, which alone doubles the error; the rest is chance. The
+limits come from five untrained models (two convolutions and a linear layer, an MLP, one linear layer, a tied embedding,
+an encoder) with 30 to 70 seeds each. Most errors are 0.9 to 1.7 times torch's, the worst is 3.5 times. With halved
+scales in the first or last layer, all but the encoder reach 15 times and more, 3.7 with static ranges.
 """
 _LEAST = 2e-2
-"""Of the outputs' norm: what a layer's rounding to seven bits loses, where torch's happened to lose next to nothing."""
+"""Least limit, as a share of the outputs' norm: rounding a layer to seven bits, if torch's error happens to be tiny."""
 
 
 def differs(
     original: nn.Module, candidate: Callable[..., Any], calls: list[Arguments], quantized: nn.Module | None = None
 ) -> tuple[str, float]:
-    """How a form's outputs are off on some arguments, in words, empty where they are not; and the largest error.
+    """Returns how a form's outputs differ on some arguments, in words, empty if they do not, and the largest error.
 
-    A form with INT8 kernels of its own, which round otherwise, is held beside ``quantized``, torch's INT8: one number
-    that is rounded the other way moves all that come after, so that two that are both right are as far from each other
-    as from the model in float.
+    A form with its own INT8 kernels rounds differently and is compared with ``quantized``, torch's INT8. One number
+    that is rounded the other way changes all later ones, so two correct forms may differ from each other as much as
+    from the float model.
     """
     if quantized is not None:
         return _differs_in_int8(original, candidate, calls, quantized)
     half = original.dtype if isinstance(original, HalfPrecision) else None
 
     def judged(outputs: Any) -> list[Tensor]:
-        """Numbers in the precision that they have; whole ones too."""
+        """Converts outputs to the precision that they really have, and integers to float."""
         found = [t if t.is_floating_point() else t.double() for t in tensors_in(outputs)]
         return [t.to(half) if half and t.dtype == torch.float32 else t for t in found]
 

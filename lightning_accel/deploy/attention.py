@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` in four linear layers of their own, which can then be quantised like all others."""
+"""Splits ``nn.MultiheadAttention`` into four linear layers, which can be quantised like all others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lightning_accel.techniques.flash_attention.masks import added
 
 
 class SplitAttention(nn.Module):
-    """The same attention for inference: projections are four ``nn.Linear``, where torch holds three as one parameter.
+    """The same attention for inference, with four ``nn.Linear``. Torch stores three of them as one parameter.
 
-    Torch's own, ``torch.ao.nn.quantizable.MultiheadAttention``, gives other numbers with ``batch_first`` (torch 2.13).
+    Torch's own ``torch.ao.nn.quantizable.MultiheadAttention`` computes other numbers with ``batch_first`` (torch 2.13).
     """
 
-    in_proj_bias = None  # by which nn.TransformerEncoderLayer sees that its fused form is not for this one
+    in_proj_bias = None  # makes nn.TransformerEncoderLayer skip its fused form
 
     def __init__(self, original: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class SplitAttention(nn.Module):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # a hint beside attn_mask, which says the same
+        is_causal: bool = False,  # a hint only; attn_mask holds the mask
     ) -> tuple[Tensor, Tensor | None]:
-        """As :class:`torch.nn.MultiheadAttention` has it: (B, T, D) with ``batch_first``, else (T, B, D)."""
+        """Computes what :class:`torch.nn.MultiheadAttention` does: (B, T, D) with ``batch_first``, else (T, B, D)."""
         if not self.batch_first:
             query, key, value = (one.transpose(0, 1) for one in (query, key, value))
         q, k, v = (
@@ -56,7 +56,7 @@ class SplitAttention(nn.Module):
         return (result if self.batch_first else result.transpose(0, 1)), weights
 
     def _mask(self, padding: Tensor | None, attention: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one that is added to the scores, (B, H, T, S) or what broadcasts to it."""
+        """Returns both masks as one that is added to the scores, broadcastable to (B, H, T, S)."""
         mask = None
         if attention is not None:
             mask = added(attention, q.dtype).to(q.dtype)
@@ -69,7 +69,7 @@ class SplitAttention(nn.Module):
 
 
 def can_split(module: nn.MultiheadAttention) -> bool:
-    """Whether this one computes what :class:`SplitAttention` does."""
+    """Returns whether :class:`SplitAttention` can compute what this module does."""
     is_alike = module.in_proj_weight is not None and module.bias_k is None and not module.add_zero_attn
     return type(module) is nn.MultiheadAttention and is_alike
 

@@ -1,4 +1,4 @@
-"""One model in several forms, each ready to be called: in Python with smaller numbers, or out of a file."""
+"""A model in one of several forms, ready to be called: in Python with other numbers, or loaded from a file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_accel.deploy.inputs import Arguments
 from lightning_accel.deploy.quantizing import Quantized, quantize, saved_bytes
 from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
 
-_PATIENCE_S = 600.0  # for a form to load, such as an engine that is built
+_PATIENCE_S = 600.0  # for loading a form, such as building an engine
 
-# A process of its own: in one that has freed memory before, what is loaded takes what lies there, and nothing grows.
+# A separate process, since a process with freed memory reuses that and does not grow.
 _GROWTH = """
 import sys, psutil, torch
 from pathlib import Path
@@ -40,22 +40,22 @@ connect().send(held() - before)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form that is to be measured."""
+    """A form to be measured."""
 
     name: str  # `"eager"`, a mode of `quantize`, a form of `export`, or both: `"torchscript+int8-dynamic"`
     call: Callable[..., Any] = field(repr=False)  # the model, called as the original is
-    disk_bytes: int  # of the file, or of the saved weights where there is none
-    memory_bytes: int | None  # of the weights, or by how much a process grows that loads the file; None: not known
-    first_call_ms: float  # loading and calling it for the first time
-    remarks: tuple[str, ...] = ()  # what is to be known of it
+    disk_bytes: int  # of the file, or of the saved weights if there is no file
+    memory_bytes: int | None  # of the weights, or the growth of a process that loads the file; None if unknown
+    first_call_ms: float  # loading, and the first call
+    remarks: tuple[str, ...] = ()  # remarks for users
 
 
 def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterable[Any], folder: Path) -> Candidate:
-    """A model in one form.
+    """Makes a model in one form.
 
     Raises:
-        ExportError: The model cannot be had in this form.
-        MissingPackageError: Something is not installed.
+        ExportError: The model cannot be exported to this form.
+        MissingPackageError: A package is not installed.
     """
     form, numbers = split(name)
     made: nn.Module | Quantized = plain_copy(model)
@@ -88,7 +88,7 @@ def _first_call_ms(call: Callable[..., Any], arguments: Arguments) -> float:
 
 
 def _growth(form: str, path: Path, device_type: str) -> int | None:
-    """By how many bytes a process grows that loads a file; None where it fails."""
+    """Returns by how many bytes a process grows that loads a file; None if loading fails."""
     with suppress(SubprocessError), Worker(_GROWTH, form, str(path), device_type, patience_s=_PATIENCE_S) as loader:
         growth: int = loader.answer()
         return growth if growth >= 0 else None

@@ -1,4 +1,4 @@
-"""A model as a graph of torch's operations, of which forms are written."""
+"""A model captured as a graph of torch's operations, from which forms are written."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Captured:
 
     model: nn.Module = field(repr=False)  # plain, in eval mode
     arguments: Arguments  # an example
-    dimensions: list[Dimension]  # which of the example's may change
-    fuses_attention: bool  # whether the graph has attention as one operation that the model spells out
-    keeps_recurrence: bool  # whether it has an LSTM or GRU as one operation, for sequences of any length
-    quantized: nn.Module | None = field(default=None, repr=False)  # the model with layers in torch's INT8
+    dimensions: list[Dimension]  # those that may have other sizes
+    fuses_attention: bool  # whether to fuse attention that the model writes out
+    keeps_recurrence: bool  # whether an LSTM or GRU stays one operation, for any sequence length
+    quantized: nn.Module | None = field(default=None, repr=False)  # the model with layers in torch's INT8, if any
 
     @cached_property
     def program(self) -> ExportedProgram:
-        """The model as a graph of torch's operations; captured once."""
+        """The model as a graph of torch's operations, captured once."""
         return self._captured[0]
 
     @property
     def has_fused(self) -> bool:
-        """Whether the graph, once it was captured, has attention as one operation where the model has several."""
+        """Whether the captured graph has a fused attention operation where the model has several operations."""
         return "_captured" in vars(self) and self._captured[1] > 0
 
     @cached_property
@@ -52,19 +52,19 @@ class Captured:
 
 
 def user_inputs_of(program: ExportedProgram) -> list[fx.Node]:
-    """What the graph is called with, in its order, with what is no tensor."""
+    """Returns the graph's inputs in order, including those that are not tensors."""
     kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     return [node for node, kind in zip(nodes, kinds, strict=True) if kind == "USER_INPUT"]
 
 
 def inputs_of(program: ExportedProgram) -> list[fx.Node]:
-    """The inputs that are tensors, in their order."""
+    """Returns the tensor inputs in order."""
     return [node for node in user_inputs_of(program) if isinstance(node.meta.get("val"), Tensor)]
 
 
 def output_names_of(program: ExportedProgram) -> list[str]:
-    """The model's own names of its outputs that are tensors: of keys and fields, ``output_0`` and so on of others."""
+    """Returns the model's names of its tensor outputs: keys and fields, otherwise ``output_0`` and so on."""
     structure: Any = program.call_spec.out_spec
     names = _names_in(structure.unflatten(range(structure.num_leaves)))
     specs = [spec for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
@@ -78,7 +78,7 @@ def output_names_of(program: ExportedProgram) -> list[str]:
 
 
 def _names_in(data: Any, prefix: str = "") -> Iterator[str]:
-    """The way to each leaf: ``logits``, ``states_0``."""
+    """Yields the path of each leaf: ``logits``, ``states_0``."""
     if isinstance(data, Mapping):
         parts = [*data.items()]
     elif is_dataclass(data):

@@ -1,4 +1,4 @@
-"""A form that was written is called as the original is: on its example, on other numbers, and on other sizes."""
+"""Checks a written form against the original, on the example, on other numbers and on other sizes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found."""
+    """The result of a check."""
 
-    fixed: dict[Dimension, int]  # the dimensions that were to be open, and are of one size
-    at_most: dict[Dimension, int]  # of open dimensions, those for which the original takes no more
-    calls: list[Arguments]  # on which the file computes what the original does, but for those on other numbers
-    error: float  # the largest relative error there
+    fixed: dict[Dimension, int]  # dimensions that were to be dynamic but are fixed → size
+    at_most: dict[Dimension, int]  # dynamic dimensions with an upper limit in the original → limit
+    calls: list[Arguments]  # calls on which the file agrees with the original, without those on other numbers
+    error: float  # the largest relative error in any call
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Check:
 
     original: nn.Module
     arguments: Arguments  # the example
-    dynamic: Dynamic  # as asked for
+    dynamic: Dynamic  # as requested
     form: ExportForm  # what was written
-    quantized: nn.Module | None  # the original in torch's INT8, for a form that has made its own
+    quantized: nn.Module | None  # the original in torch's INT8, if the form has its own INT8
 
     def example(self) -> None:
-        """Raises where the original does not take the example, or returns nothing by which a form could be checked."""
+        """Raises if the original fails on the example, or returns nothing that a form could be checked against."""
         args, kwargs = self.arguments
         try:
             outputs = self.original(*args, **kwargs)
@@ -75,15 +75,15 @@ class Check:
                 )
 
     def of(self, path: Path, captured: Captured) -> Checked:
-        """The file at ``path``, loaded and called.
+        """Loads and checks the file at ``path``.
 
         Raises:
-            DynamicDimensionError: A dimension that was asked to be open is not.
-            ExportError: It cannot be loaded, or computes something else.
+            DynamicDimensionError: A dimension that was requested as dynamic is fixed.
+            ExportError: The file cannot be loaded, or computes something else.
         """
         try:
             call = self.form.load(path, device_of(self.original))
-        except Exception as raised:  # it has no kernel for an operator in these numbers, say
+        except Exception as raised:  # no kernel for an operator in this precision, say
             why = f"cannot load what it has written: {in_words(raised)}"
             raise ExportError(f"form={self.form.name!r} {why}.") from raised
         fixed = _fixed(captured) if self.form.has_graph else {}
@@ -127,7 +127,7 @@ class Check:
         )
 
     def _about_sizes(self, call: Call, taken: list[tuple[Name, Arguments]]) -> str:
-        """What to do where it is a size of the example's that the file holds."""
+        """Returns advice if the file is wrong only because it has stored a size of the example."""
         for dynamic, names in (("batch", ["batch"]), ("off", [])):
             calls = [self.arguments, *(one for name, one in taken if name in names)]
             if len(calls) <= len(taken) and not self._differs(call, calls)[0]:
@@ -138,7 +138,7 @@ class Check:
         return ""
 
     def _why(self, call: Call, calls: list[Arguments], folder: Path) -> str:
-        """Where, or why, a form's numbers are off."""
+        """Returns where, or why, a form's numbers are wrong."""
         first, second = (_outputs(self.original, self.arguments) or [] for _ in range(2))
         pairs = zip(first, second, strict=False)
         if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
@@ -156,27 +156,27 @@ class Check:
             self.form.write(self.form.captured(module, calls[0], dimensions_of(calls[0], "auto"), quantized), path)
             return bool(differs(module, self.form.load(path, device_of(self.original)), calls, quantized)[0])
 
-        # Compiling part after part would take too long.
+        # Compiling one part after another would take too long.
         where = "" if self.form.name == "aoti" else first_off(self.original, calls, is_off)
         return f" It begins in {where}." if where else ""
 
 
 def label(one: Dimension, captured: Captured) -> str:
-    """A dimension in words: ``tokens: 1 (sequence)``."""
+    """Describes a dimension: ``tokens: 1 (sequence)``."""
     nodes = inputs_of(captured.program) if "program" in vars(captured) else []
     name = nodes[one.index].name if nodes else f"input {one.index}"
     return f"{name}: {one.axis} ({one.name})"
 
 
 def _fixed(captured: Captured) -> dict[Dimension, int]:
-    """Of the dimensions that were to be open, those that the model has made one size."""
+    """Returns the requested dynamic dimensions that the model has fixed, with their sizes."""
     shapes = [node.meta["val"].shape for node in inputs_of(captured.program)]
-    sizes = {one: str(shapes[one.index][one.axis]) for one in captured.dimensions}  # an open one is a symbol
+    sizes = {one: str(shapes[one.index][one.axis]) for one in captured.dimensions}  # a dynamic one is a symbol
     return {one: int(size) for one, size in sizes.items() if size.isdigit()}
 
 
 def _outputs(call: Call, arguments: Arguments) -> list[Tensor] | None:
-    """The tensors that a call returns; None if it fails, as for a sequence longer than its table of positions."""
+    """Returns the output tensors of a call; None if it fails, such as for a sequence beyond a position table."""
     args, kwargs = arguments
     try:
         return tensors_in(call(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Which numbers each form holds: the one table that ``export``, ``compare_forms`` and the commands go by."""
+"""The table of the precisions that each form supports, for ``export``, ``compare_forms`` and the commands."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EAGER = "eager"
 NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# Left out is what was seen to fail, or to come to nothing: ONNX Runtime has no kernels in bfloat16 for a CPU;
-# torch.export cannot look into torch.ao's packed weights; and aoti, torchscript and openvino turn the weights of
-# int8-weight back into float32 while they write, so that the file is as large as without.
+# Combinations that fail or save nothing are left out: ONNX Runtime has no bfloat16 kernels for a CPU; torch.export
+# cannot read torch.ao's packed weights; aoti, torchscript and openvino convert the weights of int8-weight back to
+# float32 when writing, so the file does not shrink.
 HOLDS: Mapping[FormName, tuple[Numbers, ...]] = {
     "pt2": ("32", "fp16", "bf16", "int8-weight"),
     "aoti": ("32", "fp16", "bf16"),
@@ -34,7 +34,7 @@ def forms_with(numbers: str) -> list[str]:
 
 
 def check_held(form: str, numbers: str) -> None:
-    """Raises a ``ValueError`` unless a form of that name holds these numbers."""
+    """Raises a ``ValueError`` unless the form exists and supports this precision."""
     check_choice("form", form, tuple(HOLDS))
     check_choice("precision", numbers, NUMBERS)
     held = HOLDS[cast(FormName, form)]
@@ -46,10 +46,10 @@ def check_held(form: str, numbers: str) -> None:
 
 
 def split(name: str) -> tuple[FormName | None, Numbers]:
-    """The form and the numbers of ``"onnx+int8-dynamic"``; of ``"onnx"`` with ``"32"``, of ``"bf16"`` without a form.
+    """Splits ``"onnx+int8-dynamic"`` into form and precision. ``"onnx"`` means ``"32"``; ``"bf16"`` has no form.
 
     Raises:
-        ValueError: It is neither ``"eager"``, nor a form, nor a mode, nor a form and a mode that it holds.
+        ValueError: It is neither ``"eager"``, nor a form, nor a mode, nor a form and a mode that it supports.
     """
     form, plus, numbers = name.partition("+")
     if name in (EAGER, *MODES):

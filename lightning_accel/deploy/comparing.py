@@ -1,4 +1,4 @@
-"""A model in several forms beside each other: how fast, how large, how exact, and which to take."""
+"""Compares a model in several forms by speed, size and accuracy, and recommends one."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from lightning_accel.deploy.shapes import dimensions_of, resized
 from lightning_accel.experiment.pair_test import RatioInterval
 
 AS_FAST = 1.05
-"""Of forms that differ by less in latency the smaller one is taken."""
+"""Forms whose latencies differ by less than this ratio count as equally fast: the smaller one wins."""
 
 _AS_FAST_AS_ITSELF = RatioInterval(1.0, 1.0, 1.0)
 _ROUNDING = 0.01
-"""Of the outputs' norm: what forms of the same numbers are off by stays below, in bfloat16 too."""
+"""Limit of rounding errors as a share of the outputs' norm, for forms of the same precision, also bfloat16."""
 
 
 def compare_forms(
@@ -57,28 +57,28 @@ def compare_forms(
     max_batches: int = 50,
     seconds: float = 5.0,
 ) -> Comparison:
-    """Measures a model in several forms, taking turns, and recommends one.
+    """Measures a model in several forms, in turns, and recommends one.
 
-    That is the fastest at batch 1 of those that are proven faster than the original (the tuner's test of pairs, 95%)
-    and whose metrics are worse by ``max_drop`` at most; of forms within 5% the smallest on disk.
+    Candidates must be proven faster than the original (the tuner's pair test, 95%) with metrics worse by ``max_drop``
+    at most. The fastest at batch 1 is recommended; of forms within 5% of it, the smallest on disk.
 
     Args:
         model: Accelerated or not.
-        forms: Those of ``export`` (``"onnx"``), modes of ``quantize`` (``"int8-dynamic"``), or both,
+        forms: Forms of ``export`` (``"onnx"``), modes of ``quantize`` (``"int8-dynamic"``), or both,
             ``"torchscript+int8-dynamic"``. The original, ``"eager"``, is always measured.
-        loader: Batches of ``(inputs, targets)``, of ``(first, second, targets)`` where ``forward`` needs two inputs, or
-            mappings; they calibrate, too. A form whose outputs are off on any of them is left out.
-        metrics: Of torchmetrics, one or by name, updated with the model's first output and the targets; their intervals
-            are of 100 bootstrap samples, the same for all forms.
-        batch_sizes: For the throughput.
-        max_drop: By how much a metric may be worse, in its own unit: 0.01 is one point of accuracy.
-        max_batches: So many batches of the loader are looked at.
-        seconds: How long calls are timed for each form and each batch size, about.
+        loader: Batches of ``(inputs, targets)``, of ``(first, second, targets)`` if ``forward`` needs two inputs, or
+            mappings. They are also used for calibration. A form with wrong outputs on any of them is left out.
+        metrics: One torchmetrics metric, or several by name, updated with the model's first output and the targets.
+            Intervals come from 100 bootstrap samples, the same for all forms.
+        batch_sizes: Batch sizes at which throughput is measured.
+        max_drop: How much worse a metric may be, in its own unit: 0.01 is one point of accuracy.
+        max_batches: How many batches of the loader are used.
+        seconds: About how long calls are timed for each form and batch size.
 
     Raises:
-        ValueError: An unknown form, or one that does not hold the numbers asked for; an empty loader; batches, targets
-            or metrics that do not fit the model; sizes or limits that are none.
-        TypeError: ``forms`` is no list, or ``metrics`` are none of torchmetrics.
+        ValueError: A form is unknown or does not support the precision; the loader is empty; batches, targets or
+            metrics do not fit the model; sizes or limits are invalid.
+        TypeError: ``forms`` is not a list, or ``metrics`` are not from torchmetrics.
     """
     _check(forms, batch_sizes, max_drop, max_batches, seconds)
     batches = list(islice(loader, max_batches))
@@ -137,7 +137,7 @@ def _check(forms: Sequence[str], batch_sizes: Sequence[int], max_drop: float, ma
 
 
 def _off(name: str, form: Judged, original: Judged) -> str:
-    """How a form computes other numbers on the data, on which its own check saw one batch; empty if it does not."""
+    """Returns how a form is wrong on the data, beyond the one batch of its own check; empty if it is right."""
     error = accuracy.error_of(form, original)
     least = _ROUNDING if split(name)[1] == "32" else MAX_ERROR
     allowed = max(least_of(outputs, least) for outputs in original.outputs)
@@ -164,7 +164,7 @@ def _not_taken(model: nn.Module, arguments: Arguments, error: Exception) -> Exce
 def _timed(
     candidates: Mapping[str, Candidate], first: Arguments, batch_sizes: Sequence[int], seconds: float, device: Any
 ) -> tuple[dict[str, list[float]], dict[str, dict[int, float]]]:
-    """Name → seconds of calls at batch 1, and batch size → samples per second; without what a form does not take."""
+    """Returns name → seconds of calls at batch 1, and name → batch size → samples per second, if the form can."""
     batched = dimensions_of(first, "batch")
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
@@ -183,7 +183,7 @@ def _takes(call: Any, arguments: Arguments) -> bool:
     try:
         with torch.no_grad():
             call(*arguments[0], **arguments[1])
-    except Exception:  # a size that its model, or its file, has fixed
+    except Exception:  # its model or file has a fixed size
         return False
     return True
 

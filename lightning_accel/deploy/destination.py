@@ -1,4 +1,4 @@
-"""Where an export goes: to one place, whole or not at all."""
+"""The target file of an export, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_accel.deploy.forms import FORMS
 
 
 def target_of(path: str | Path | None, form: str, precision: str) -> Path:
-    """The file to be written; by default ``model``, in the working folder, with what tells it from other forms.
+    """Returns the file to write; by default ``model`` in the working folder, with an ending for form and precision.
 
     Raises:
-        OSError: It is a folder, or a device.
-        ValueError: It has an ending that the form's library does not write.
+        OSError: The path is a folder or a device.
+        ValueError: The form's library does not write this ending.
     """
     target = Path(path or default_path(Path("model"), form, precision)).expanduser().resolve()
     if target.is_dir() or str(path or "").endswith(("/", os.sep)):
@@ -32,7 +32,7 @@ def target_of(path: str | Path | None, form: str, precision: str) -> Path:
 
 
 def default_path(checkpoint: Path, form: str, precision: str) -> Path:
-    """Beside a checkpoint: ``best.pt2``, ``best.aoti.pt2``, ``best.int8-dynamic.onnx``; no two of one are alike."""
+    """Returns a path beside a checkpoint, unique per form and precision: ``best.pt2``, ``best.int8-dynamic.onnx``."""
     ending = FORMS[form].ending
     first = next(name for name, kind in FORMS.items() if kind.ending == ending)
     parts = ([] if form == first else [form]) + ([] if precision == "32" else [precision])
@@ -40,13 +40,13 @@ def default_path(checkpoint: Path, form: str, precision: str) -> Path:
 
 
 def beside(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder on the same disk, gone afterwards, whatever happens; the target's own is made."""
+    """Returns a temporary folder on the same disk, which is always removed. Creates the target's folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
 
 
 def put(folder: Path, target: Path) -> int:
-    """Moves what was written to where it belongs, the file itself last; returns the bytes of all."""
+    """Moves the written files to their place, the main file last. Returns their total bytes."""
     written = [one for one in folder.iterdir() if one.is_file()]
     num_bytes = sum(one.stat().st_size for one in written)
     for one in sorted(written, key=lambda file: file.name == target.name):

@@ -1,4 +1,4 @@
-"""Why a model could not be exported, with the line of the user's code that is the reason."""
+"""Errors of exports, with the line of the user's code that caused them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _NODE = re.compile(r"Error when translating node %(\w+)")
 
 
 class ExportError(RuntimeError):
-    """A model was not exported; nothing was written."""
+    """A model was not exported. Nothing was written."""
 
 
 class QuantizeError(RuntimeError):
-    """Smaller numbers have a model's outputs off by more than is allowed; nothing was converted."""
+    """A lower precision changes a model's outputs by more than is allowed. Nothing was converted."""
 
 
 class DynamicDimensionError(ExportError):
-    """A dimension that was to be dynamic is one that the model fixes."""
+    """A dimension that was requested as dynamic is fixed by the model."""
 
 
 class MissingPackageError(ImportError):
-    """An optional package is not installed; the message says how to install it."""
+    """An optional package is not installed. The message says how to install it."""
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came of."""
+    """Yields an error and its causes."""
     seen: set[int] = set()
     now: BaseException | None = error
     while now is not None and id(now) not in seen:
@@ -39,9 +39,9 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def users_line_of(error: BaseException) -> str:
-    """The innermost line of the user's on the way to an error, ``model.py:12, in forward``; empty if none is known.
+    """Returns the user's innermost line that led to an error, ``model.py:12, in forward``; empty if unknown.
 
-    Exporters run the model's code, through which the traceback leads, or print where an operation came from.
+    Exporters run the model's code, so the traceback leads through it, or they print where an operation came from.
     """
     for one in chain_of(error):
         lines = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_tb(one.__traceback__)]
@@ -51,26 +51,26 @@ def users_line_of(error: BaseException) -> str:
 
 
 def users_line_in(stack_trace: str) -> str:
-    """The same of a stack trace as graphs keep it for their nodes."""
+    """Returns the user's innermost line in a stack trace that a graph has stored for a node."""
     return _innermost([(file, int(number), name) for file, number, name in _LINE.findall(stack_trace)])
 
 
 def failing_node(error: BaseException) -> str:
-    """The node of a graph that an exporter says that it failed on; empty if it says none."""
+    """Returns the graph node on which an exporter says that it failed; empty if it names none."""
     found = (_NODE.search(str(one)) for one in chain_of(error))
     return next((match.group(1) for match in found if match), "")
 
 
 def in_words(error: BaseException) -> str:
-    """What is wrong, from the innermost cause, in one line."""
+    """Describes the innermost cause in one line."""
     if isinstance(error, ExportError):
         return str(error)
     text = str([*chain_of(error)][-1] if failing_node(error) else error).strip()
     lines = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
     said = "".join(lines[:1])
-    if len(lines) > 1 and said.startswith("Constraints violated"):  # the second line says which
+    if len(lines) > 1 and said.startswith("Constraints violated"):  # the second line says which constraints
         said = lines[1]
-    if len(lines) > 1 and said.startswith("Check '"):  # OpenVINO begins with a line of its own source
+    if len(lines) > 1 and said.startswith("Check '"):  # OpenVINO puts a line of its own source first
         said = " ".join(lines[1:])
     if "data-dependent" in said:
         said = f"its control flow depends on data ({said}): torch.where, torch.cond, or a mask instead"

@@ -1,4 +1,4 @@
-"""A trained model as a file that is served: written, loaded again, and found to compute the same."""
+"""Exports a trained model to a file for serving, loads the file and checks that it computes the same."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from lightning_accel.deploy.shapes import Dynamic, dimensions_of, sizes_of
 
 @dataclass(frozen=True)
 class Exported:
-    """What :func:`export` has written.
+    """The result of :func:`export`.
 
     Attributes:
         path: The file.
         form: Its form.
-        precision: What its weights are stored in.
-        dynamic: The dimensions of the inputs that may be of any size, as ``"x: 0 (batch)"``; or of any up to the
-            example's, where the original takes no more: ``"x: 1 (sequence), 6 at most"``.
-        fixed: Those that were to be, and are of one size as the model fixes it, likewise, → that size.
-        checked: The shapes of inputs on which it computes what the original does, each in words; other numbers than
-            the example's were tried in its own.
-        error: The largest relative error found there.
-        num_bytes: Of the file, and what lies beside it.
-        device_type: Of the device that it was written for.
-        parameters: The names of the arguments, in their order.
-        constants: Of these, those that are no tensors, with the values that the file has for every call.
+        precision: The precision in which weights are stored.
+        dynamic: The dimensions of the inputs that may have any size, as ``"x: 0 (batch)"``; or any size up to the
+            example's, if the original accepts no more: ``"x: 1 (sequence), 6 at most"``.
+        fixed: Dimension → size, for dimensions that were to be dynamic but are fixed by the model.
+        checked: The input shapes, in words, on which the file agrees with the original. In the example's shape, other
+            numbers were tried too.
+        error: The largest relative error found in these checks.
+        num_bytes: The size of the file and of files beside it.
+        device_type: The type of device for which the file was written.
+        parameters: The names of the arguments, in order.
+        constants: Arguments that are not tensors → their values, which the file uses for every call.
     """
 
     path: Path
@@ -64,9 +64,9 @@ class Exported:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
-        """The model, to be called as the original is; ONNX and OpenVINO return a list of tensors.
+        """Returns the model from the file, to be called like the original. ONNX and OpenVINO return a list of tensors.
 
-        Called with another constant than the file has it raises a ValueError.
+        A call with another value for a constant raises a ValueError.
         """
         call = FORMS[self.form].load(self.path, torch.device(self.device_type))
         return WithConstants(call, self.parameters, self.constants) if self.constants else call
@@ -91,34 +91,34 @@ def export(
     dynamic: Dynamic = "auto",
     precision: Precision = "32",
 ) -> Exported:
-    """Writes a model in a form that is served, whole or not at all.
+    """Writes a model to a file for serving, completely or not at all.
 
-    The model, accelerated or not, is exported as its author wrote it; it stays as it is. The file is loaded again and
-    called on inputs of several sizes: outputs have to be within the spread of the original's own (docs/numbers.md).
-    Attention that the model spells out is torch's one operation in the file, but for ONNX and TorchScript.
-    INT8 in ONNX, whose kernels round otherwise, may be off from the model in float by three times what
-    ``quantize``'s is, with dynamic ranges four times.
+    The model, accelerated or not, is exported as its author wrote it, and is not changed. The file is loaded again and
+    called on inputs of several sizes: its outputs must be within the spread of the original's own (docs/numbers.md).
+    Attention that the model writes out becomes torch's single operation in the file, except for ONNX and TorchScript.
+    INT8 in ONNX, whose kernels round differently, may have three times the error of ``quantize`` against the float
+    model, with dynamic ranges four times.
 
     Args:
-        model: A module, or what ``quantize`` has made of one.
+        model: A module, or a result of ``quantize``.
         example: What ``forward`` takes: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         form: ``"pt2"``, torch's own graph; ``"aoti"``, compiled for this kind of machine; ``"onnx"``; ``"tensorrt"``,
             for a model on an NVIDIA GPU; ``"torchscript"``, which torch has deprecated; ``"openvino"``.
-        path: Where to; by default ``model.onnx``, ``model.fp16.onnx``, ``model.aoti.pt2``, in the working folder.
-        dynamic: Which dimensions may be of any size: ``"auto"``, batch and sequence, but for what the model fixes;
+        path: The file; by default ``model.onnx``, ``model.fp16.onnx``, ``model.aoti.pt2``, in the working folder.
+        dynamic: Which dimensions may have any size: ``"auto"``, batch and sequence unless the model fixes them;
             ``"batch"`` and ``"batch+sequence"``, these or an error; ``"off"``, none.
-        precision: ``"fp16"`` and ``"bf16"`` store and compute in it, between inputs and outputs in float32. For INT8
-            give what ``quantize`` has made.
+        precision: ``"fp16"`` and ``"bf16"`` store and compute in this precision, between inputs and outputs in float32.
+            For INT8 pass the result of ``quantize``.
 
     Raises:
-        ValueError: An unknown form, precision or kind of dynamic dimensions; a form that does not hold this precision
-            (:mod:`lightning_accel.deploy.combinations`); an example without tensors, or with empty ones; a path with an
-            ending that the form's library does not write.
+        ValueError: Form, precision or ``dynamic`` is unknown; the form does not support the precision
+            (:mod:`lightning_accel.deploy.combinations`); the example has no tensors, or empty ones; the form's library
+            does not write files with the path's ending.
         TypeError: The model is a ScriptModule.
-        MissingPackageError: The form needs what is not here; the message says how to install it.
-        ExportError: The model cannot be written in this form (with the line of its code, where that is known), or
-            computes other numbers in it (with the module where that begins); the model itself fails on the example, or
-            returns nothing there by which a form could be checked.
+        MissingPackageError: The form needs a package, a compiler or a device. The message says how to get it.
+        ExportError: The model cannot be written in this form (with the line of its code, if known), or computes other
+            numbers in it (with the module where they begin); the model itself fails on the example, or returns nothing
+            that a form could be checked against.
         OSError: The file cannot be written.
     """
     numbers = _numbers_of(model, precision)
@@ -139,7 +139,7 @@ def export(
     device = device_of(original)
     kind.require(device)
     arguments = arguments_of(original, example)
-    arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # strides are guarded
+    arguments = map_tensors(lambda t: t.detach().to(device).contiguous(), arguments)  # a captured graph checks strides
     dimensions = dimensions_of(arguments, dynamic)
     if 0 in sizes_of(arguments, dimensions).values():
         raise ValueError(f"an example with tensors of {shapes_in(arguments)}, which are empty: give one row at least.")
@@ -157,7 +157,7 @@ def export(
                 raise
             captured, remark = replace(captured, fuses_attention=False), str(failed)
             _write(kind, captured, temporary)
-            checked = check.of(temporary, captured)  # what is wrong without it, too, is the model's
+            checked = check.of(temporary, captured)  # an error without fusion too is the model's
         num_bytes = put(Path(folder), target)
     if remark:
         warnings.warn(f"attention is in the file as the model spells it out: {remark}", AccelWarning, stacklevel=2)
@@ -178,7 +178,7 @@ def export(
 
 
 def _numbers_of(model: nn.Module | Quantized, precision: Precision) -> Numbers:
-    """What is to be written."""
+    """Returns the precision to be written."""
     if not isinstance(model, Quantized):
         is_mode = precision in get_args(Mode)
         more = f"and of quantize(model, {precision!r}) what it returns" if is_mode else ""
@@ -200,7 +200,7 @@ def _write(kind: ExportForm, captured: Captured, path: Path) -> None:
     except Exception as error:
         line = users_line_of(error)
         if node := failing_node(error):
-            # What the exporter has decomposed has a name of its own at times: bessel_j0, of special_bessel_j0.
+            # The exporter sometimes renames decomposed nodes: bessel_j0 for special_bessel_j0.
             nodes = captured.program.graph.nodes
             traces = [str(one.meta.get("stack_trace", "")) for one in nodes if one.name.endswith(node)]
             line = next(filter(None, map(users_line_in, traces)), line)

@@ -1,4 +1,4 @@
-"""Where the numbers of a form begin to differ: in which module, found by trying modules one by one."""
+"""Finds the module in which the numbers of a form begin to differ, by trying modules one by one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.inputs import Arguments
 
 IsOff = Callable[[str, list[Arguments]], bool]
-"""Whether the submodule of a name is off by itself on these calls; what it raises is taken for no."""
+"""Returns whether the named submodule alone is wrong on these calls. An exception counts as no."""
 
 SECONDS = 60.0
-"""The search ends after so long, with what is known by then."""
+"""The time limit of the search, which then returns what is known."""
 
 
 def first_off(model: nn.Module, calls: list[Arguments], is_off: IsOff) -> str:
-    """The innermost module that is off by itself, on the inputs it has within the model; empty if none is."""
+    """Returns the innermost module that is wrong alone, on its inputs within the model; empty if none is."""
     name, deadline = "", Deadline(SECONDS)
     while found := next(_children_off(model, name, calls, is_off, deadline), None):
         name, calls = found
@@ -31,7 +31,7 @@ def first_off(model: nn.Module, calls: list[Arguments], is_off: IsOff) -> str:
 def _children_off(
     model: nn.Module, parent: str, calls: list[Arguments], is_off: IsOff, deadline: Deadline
 ) -> Iterator[tuple[str, list[Arguments]]]:
-    """Of a module's children, in the order of their first calls, those that are off, with their calls."""
+    """Yields a module's children that are wrong, with their calls, in the order of first calls."""
     module, seen = model.get_submodule(parent), dict[str, list[Arguments]]()
 
     def note(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -47,14 +47,14 @@ def _children_off(
             return
         try:
             found = is_off(name, inner)
-        except Exception:  # it takes or returns what a form cannot
+        except Exception:  # its inputs or outputs do not suit the form
             continue
         if found:
             yield name, inner
 
 
 def _called(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children by their names; of lists and dictionaries, which nobody calls, what is in them."""
+    """Yields children by name. Of module lists and dicts, which are never called, yields their contents."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child, f"{prefix}{name}.")

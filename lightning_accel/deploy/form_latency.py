@@ -1,4 +1,4 @@
-"""How long calls take, of several forms that take turns, in an order by a coin."""
+"""Times calls of several forms in turns, in random order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ Call = Callable[..., Any]
 WARM_UP = 3
 LEAST_ROUNDS = 10
 SETTLE_S = 0.003
-"""So long, and once at least, a form is called untimed in its turn, so that it is measured as where it is served alone:
-threads of the library before it still spin for more work, and the caches hold what that one needed."""
+"""Seconds (and at least one call) for which a form runs untimed in its turn, so that it is timed as if served alone.
+Threads of the previous form's library may still spin, and the caches hold that form's data.
+"""
 
 _ALPHA = 0.05
 
 
 @dataclass(frozen=True)
 class Latency:
-    """What a call takes, in milliseconds."""
+    """The latency of a call, in milliseconds."""
 
     p50: float  # the median
     p95: float  # the 95th percentile
@@ -41,7 +42,7 @@ class Latency:
 def timed(
     calls: Mapping[str, Call], arguments: Arguments, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Times calls in turns for ``seconds``, ten rounds at least. Returns name → seconds of the call in each round."""
+    """Times calls in turns for ``seconds``, at least ten rounds. Returns name → seconds of the call in each round."""
     bound = {name: functools.partial(call, *arguments[0], **arguments[1]) for name, call in calls.items()}
     with torch.no_grad():
         for call in bound.values():
@@ -52,7 +53,7 @@ def timed(
 
 
 def _settled(call: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:
-    """Runs the call untimed for a while, and then gives it to be timed."""
+    """Runs the call untimed for a while and then returns it for timing."""
     deadline = Deadline(SETTLE_S)
     call()
     while not deadline.is_over():
@@ -61,13 +62,12 @@ def _settled(call: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any
 
 
 def latency_of(seconds: Sequence[float]) -> Latency:
-    """Percentiles of what calls took."""
     p50, p95, p99 = (float(one) for one in 1e3 * np.percentile(seconds, (50, 95, 99)))
     return Latency(p50, p95, p99, len(seconds))
 
 
 def speedup_of(original: Sequence[float], candidate: Sequence[float]) -> RatioInterval:
-    """How many times as fast a candidate is, by pairs of neighbours and the tuner's test."""
+    """Returns the speedup of a candidate, by pairs of neighbouring calls and the tuner's test."""
     test = PairTest(_ALPHA)
     for pair in zip(original, candidate, strict=True):
         test.add(*pair)
@@ -75,5 +75,5 @@ def speedup_of(original: Sequence[float], candidate: Sequence[float]) -> RatioIn
 
 
 def per_second(seconds: Sequence[float], batch_size: int) -> float:
-    """Samples, by the median round."""
+    """Returns samples per second, by the median round."""
     return batch_size / statistics.median(seconds)

@@ -1,4 +1,4 @@
-"""The forms in which a model leaves Python: one table of how each is written, loaded again, and what it needs."""
+"""The table of export forms: how each is written and loaded, and what it needs."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ExportForm:
-    """A row of the table."""
+    """One row of the table."""
 
     name: str  # as users write it
-    ending: str  # of its file
-    write: Callable[[Captured, Path], None]  # what belongs to the file may lie beside it
-    load: Callable[[Path, torch.device], Call]  # what was written, to be called as the model is
-    needs: tuple[str, ...] = ()  # the modules that have to be installed
-    install: str = ""  # the command that does
-    check: Callable[[torch.device], str] = lambda device: ""  # what else this machine lacks, with the mend
-    has_graph: bool = True  # whether it is made of `Captured.program`
-    fuses_attention: bool = True  # whether it has a kernel for attention as a whole
-    keeps_recurrence: bool = False  # whether it has one for an LSTM or GRU, whatever the length
-    quantizes: bool = False  # whether it makes INT8 of a model in float by kernels of its own
-    needs_ending: bool = False  # whether its library writes files with this ending only
+    ending: str  # of its file name
+    write: Callable[[Captured, Path], None]  # may write more files beside it
+    load: Callable[[Path, torch.device], Call]  # returns a callable like the model
+    needs: tuple[str, ...] = ()  # modules that must be installed
+    install: str = ""  # the command that installs them
+    check: Callable[[torch.device], str] = lambda device: ""  # what else this machine lacks, with advice
+    has_graph: bool = True  # whether it is written from `Captured.program`
+    fuses_attention: bool = True  # whether it has a kernel for fused attention
+    keeps_recurrence: bool = False  # whether it has one for an LSTM or GRU of any length
+    quantizes: bool = False  # whether it quantises a float model with its own INT8 kernels
+    needs_ending: bool = False  # whether its library requires this ending
 
     def require(self, device: torch.device) -> None:
-        """Raises a MissingPackageError, with the mend, where this machine cannot make the form."""
+        """Raises a MissingPackageError, with advice, if this machine cannot make the form."""
         missing = [package for package in self.needs if importlib.util.find_spec(package) is None]
         why = f"needs {' and '.join(missing)}, not installed here: {self.install}" if missing else self.check(device)
         if why:
@@ -58,7 +58,7 @@ class ExportForm:
     def captured(
         self, model: nn.Module, arguments: Arguments, dimensions: list[Dimension], quantized: nn.Module | None = None
     ) -> Captured:
-        """A model that is to be written in this form."""
+        """Returns a model ready to be written in this form."""
         example = widened(arguments, dimensions)
         return Captured(model, example, dimensions, self.fuses_attention, self.keeps_recurrence, quantized)
 
@@ -87,7 +87,7 @@ def _write_torchscript(captured: Captured, path: Path) -> None:
 
 def _load_torchscript(path: Path, device: torch.device) -> Call:
     with warnings.catch_warnings():
-        for kind in (DeprecationWarning, FutureWarning):  # torch 2.15; this form was asked for by name
+        for kind in (DeprecationWarning, FutureWarning):  # torch 2.15; the user has chosen this form
             warnings.simplefilter("ignore", kind)
         jit: Any = torch.jit
         loaded: Call = jit.load(path, map_location=device)
@@ -109,7 +109,7 @@ def _load_onnx(path: Path, device: torch.device) -> Call:
     wanted = ["TensorrtExecutionProvider", "CUDAExecutionProvider"] if device.type == "cuda" else []
     has = runtime.get_available_providers()
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors: its warnings are of its own graph
+    options.log_severity_level = 3  # errors only: warnings concern its own graph
     options.intra_op_num_threads = torch.get_num_threads()
     providers = [*(one for one in wanted if one in has), "CPUExecutionProvider"]
     session = runtime.InferenceSession(str(path), options, providers=providers)
@@ -117,20 +117,20 @@ def _load_onnx(path: Path, device: torch.device) -> Call:
 
 
 def _write_openvino(captured: Captured, path: Path) -> None:
-    # Unless it takes this for a test server, converting tells its maker of the model, over the network, unasked.
+    # Conversion reports the model to its maker over the network, without asking, unless on a test server (CI).
     with temporarily(lambda: os.environ.get("CI"), _set_ci, "true"):
         openvino = importlib.import_module("openvino")
         converted = openvino.convert_model(captured.program)
     for entry, node in zip(converted.inputs, user_inputs_of(captured.program), strict=True):
         if isinstance(node.meta.get("val"), Tensor):
-            entry.tensor.set_names({node.name})  # it has numbers for the names of some
+            entry.tensor.set_names({node.name})  # some have numbers for names
         else:
             converted.remove_parameter(entry.node)
     openvino.save_model(converted, path, compress_to_fp16=False)
 
 
 def _load_openvino(path: Path, device: torch.device) -> Call:
-    # Else it computes in bfloat16 wherever the processor does, whatever the file says.
+    # Otherwise it computes in bfloat16 if the processor can, whatever the file says.
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = importlib.import_module("openvino").compile_model(path, "CPU", settings)
 
@@ -156,7 +156,7 @@ def _write_tensorrt(captured: Captured, path: Path) -> None:
 
 
 def _load_tensorrt(path: Path, device: torch.device) -> Call:
-    importlib.import_module("torch_tensorrt")  # which registers what the file calls
+    importlib.import_module("torch_tensorrt")  # registers the operators of the file
     return _load_pt2(path, device)
 
 
@@ -173,23 +173,23 @@ FORMS: dict[str, ExportForm] = {
         ExportForm(
             "aoti", ".pt2", _write_aoti, lambda path, _: load_package(path), check=_check_compiler, needs_ending=True
         ),
-        # For whatever reads ONNX; checked by ONNX Runtime, with CUDA or TensorRT where it has them.
+        # For any reader of ONNX; checked with ONNX Runtime, with CUDA or TensorRT if available.
         ExportForm(
             *("onnx", ".onnx", _write_onnx, _load_onnx),
             needs=("onnx", "onnxscript", "onnxruntime"),
             install="pip install 'lightning-accel[deploy]'",
-            fuses_attention=False,  # torch's exporter takes it apart again, in more operations than people write
+            fuses_attention=False,  # torch's exporter splits it again, into more operations
             keeps_recurrence=True,
             quantizes=True,
         ),
-        # Engines by Torch-TensorRT, in torch's own file; what TensorRT cannot do stays torch's.
+        # Torch-TensorRT engines in torch's file; torch runs what TensorRT cannot.
         ExportForm(
             *("tensorrt", ".ep", _write_tensorrt, _load_tensorrt),
             needs=("torch_tensorrt",),
             install="pip install 'lightning-accel[tensorrt]'",
             check=_check_gpu,
         ),
-        # Traced and frozen; deprecated by torch; takes layers in INT8 as `quantize` makes them.
+        # Traced and frozen; deprecated by torch; supports the INT8 layers of `quantize`.
         ExportForm("torchscript", ".ts", _write_torchscript, _load_torchscript, has_graph=False),
         # On Intel's processors and GPUs: an .xml and, beside it, a .bin.
         ExportForm(

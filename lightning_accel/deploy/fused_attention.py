@@ -1,7 +1,7 @@
-"""Attention that a captured model spells out, as torch's one operation.
+"""Replaces attention that a captured model writes out by torch's single operation.
 
-Torch, OpenVINO and TensorRT have kernels for it: scores of (B, H, T, S) are then not written out and read again, by
-scale, mask and softmax one after the other.
+Torch, OpenVINO and TensorRT have kernels for this operation. Scale, mask and softmax then do not each write and read
+the scores of (B, H, T, S).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _aten: Any = torch.ops.aten
 
 
 def fuse_attention(program: ExportedProgram) -> int:
-    """Replaces, in place, what is found of softmax(scale * query @ key^T + mask) @ value; returns how often.
+    """Replaces softmax(scale * query @ key^T + mask) @ value in place. Returns the number of replacements.
 
-    What is not of that form stays as it is: scores in another dtype, or reshaped on the way; two masks; attention that
-    the model returns as it is.
+    Other forms are not changed: scores in another dtype or reshaped; two masks; attention returned directly by the
+    model.
     """
     graph, replaced = program.graph_module.graph, 0
     for node in graph.nodes:
@@ -53,7 +53,7 @@ def _is_plain(form: AttentionForm) -> bool:
         return False
     batches = [[value(node).shape[index] for index in order[:-2] if index is not None] for node, order in parts]
     is_alike = all(len(batch) == 2 and equal_sizes(batch, batches[0]) for batch in batches)
-    is_returned = any(user.op == "output" for user in form.last.users)  # by its name
+    is_returned = any(user.op == "output" for user in form.last.users)  # outputs are known by name
     numbers = all(isinstance(edit.by, int | float) and edit.by > 0 for edit in form.edits if edit not in masks)
     return is_alike and numbers and not is_returned and all(_is_mask(edit, value(form.last).dtype) for edit in masks)
 
@@ -80,8 +80,8 @@ def _replace(graph: Graph, form: AttentionForm) -> None:
             kept = _call(graph, last, _aten.gt.Scalar, mask, -math.inf) if edit.kind == "add" else mask
         new = _call(graph, last, _aten.scaled_dot_product_attention.default, q, k, v, mask, scale=scale)
         if kept is not None and not (form.zero_rows and fill == -math.inf):
-            # A query that sees no key has zeros here. As it was written, its scores are alike: NaN of -inf, of a number
-            # the mean of all values.
+            # The fused operation returns zeros for a query without visible keys. The written-out one has equal scores:
+            # it returns NaN if they are -inf, and the mean of all values if they are a finite number.
             has_keys = _call(graph, last, _aten.any.dim, kept, -1, True)
             if fill == -math.inf:
                 new = _call(graph, last, _aten.where.ScalarOther, has_keys, new, math.nan)
@@ -102,7 +102,7 @@ def _permuted(graph: Graph, like: Node, node: Node, order: Any) -> Node:
 
 
 def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A node that says of itself what ``like`` does: its line of the model's code, the module it is in."""
+    """Adds a node with the metadata of ``like``: its line of the model's code and its module."""
     node = graph.call_function(target, args, kwargs)
     found = target(*(one.meta["val"] if isinstance(one, Node) else one for one in args), **kwargs)
     node.meta = {**like.meta, "val": found, "example_value": found}

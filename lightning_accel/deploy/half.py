@@ -1,4 +1,4 @@
-"""A model in half precision that is called as before: what it takes and returns is float32."""
+"""A model in half precision with float32 inputs and outputs, so that it is called as before."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_accel.deploy.losses import outputs_of, percent, worst
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _TRIED = 2
-"""So many batches tell in which layer the error begins."""
+"""The number of batches used to find the layer in which the error begins."""
 
 
 class HalfPrecision(nn.Module):
-    """Computes in ``dtype`` between inputs and outputs in float32; the model is converted in place."""
+    """Computes in ``dtype`` between float32 inputs and outputs. Converts the model in place."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class HalfPrecision(nn.Module):
 
 
 def set_parameters(wrapper: nn.Module, parameters: Iterable[inspect.Parameter]) -> None:
-    """Has a ``forward`` that takes anything say what it takes: exporters name the inputs of a file by that."""
+    """Gives a general ``forward`` a signature, from which exporters take the names of inputs."""
     written: Any = type(wrapper).forward
     forward: Any = FunctionType(written.__code__, written.__globals__, "forward")
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -54,10 +54,10 @@ def set_parameters(wrapper: nn.Module, parameters: Iterable[inspect.Parameter]) 
 def halved(
     original: nn.Module, mode: str, calls: list[Arguments], expected: Sequence[Sequence[Tensor]], max_error: float
 ) -> tuple[HalfPrecision, float]:
-    """A copy in half precision, and how far it is off on these calls; 0 without any.
+    """Returns a copy in half precision, and its error on these calls; 0 without calls.
 
     Raises:
-        QuantizeError: It fails there, where the original does not, or is off by more than ``max_error``.
+        QuantizeError: The copy fails where the original does not, or its error is above ``max_error``.
     """
     half = HalfPrecision(plain_copy(original), DTYPES[mode])
     try:
@@ -82,7 +82,7 @@ def halved(
 
 
 class _MadeWide(TorchFunctionMode):
-    """Notes the line of the user's that has last made float32 of other numbers, or of nothing."""
+    """Records the user's last line that created float32 tensors from others or from nothing."""
 
     line = ""
 
@@ -104,7 +104,7 @@ def _fails(half: HalfPrecision, mode: str, calls: list[Arguments], failure: Exce
         with watched:
             for args, kwargs in calls:
                 half(*args, **kwargs)
-    except Exception:  # the same again
+    except Exception:  # the same failure
         if watched.line:
             said += (
                 f" It makes float32 numbers itself, last at {watched.line}: have them in the weights' precision,"

@@ -1,4 +1,4 @@
-"""How a model is called: on an example, on a batch of a loader, and the way to the user's forward from either."""
+"""The arguments of a model's forward, taken from an example or from a batch of a loader."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import nn
 from lightning_accel.core.tree import map_tensors, tensors_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and keyword arguments."""
+"""(positional arguments, keyword arguments)."""
 
 TARGETS = ("labels", "targets", "label", "target")
-"""The keys of a batch that are not shown to the model."""
+"""Keys of a batch that are not passed to the model."""
 
 
 def arguments_of(model: nn.Module, example: Any) -> Arguments:
-    """An example as arguments of ``model``.
+    """Returns an example as arguments of ``model``.
 
-    A tensor is the one argument, a tuple or list the positional arguments, a mapping the keyword arguments where
-    ``forward`` has parameters of these names, else the one argument.
+    A tensor is the only argument. A tuple or list holds the positional arguments. A mapping holds the keyword arguments
+    if ``forward`` has parameters of these names, and otherwise is the only argument.
 
     Raises:
-        ValueError: There is no tensor in it.
+        ValueError: The example has no tensor.
     """
     if not tensors_in(example):
         raise ValueError(f"an example of type {type(example).__name__} has no tensor: give what forward() takes.")
@@ -37,7 +37,7 @@ def arguments_of(model: nn.Module, example: Any) -> Arguments:
 
 
 def example_in(model: nn.Module, batch: Any) -> Any:
-    """Of a batch, what ``forward`` takes: the first of more values than it has positions for, as others are targets."""
+    """Returns what ``forward`` takes of a batch. If there are more values than positions, the others are targets."""
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     if isinstance(batch, tuple | list) and (takes_any or len(batch) <= len(positions(model))):
@@ -46,11 +46,11 @@ def example_in(model: nn.Module, batch: Any) -> Any:
 
 
 def inputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """A loader's batch as what the model sees and what it is to say; None for targets that there are not.
+    """Splits a loader's batch into the model's inputs and the targets; None for targets if there are none.
 
-    Of a tuple the first values are the inputs, as many as ``forward`` cannot do without, one at least, and the last
-    value beyond them the targets; or the first is a tuple or mapping of all inputs. Of a mapping the targets are what
-    is under ``labels`` or ``targets``, or the one value that ``forward`` has no parameter for.
+    In a tuple, the first values are the inputs, as many as ``forward`` requires and at least one, and the last value
+    beyond them is the targets; or the first value is a tuple or mapping of all inputs. In a mapping, the targets are
+    under ``labels`` or ``targets``, or are the only value for which ``forward`` has no parameter.
     """
     if isinstance(batch, Mapping):
         given = {key: value for key, value in batch.items() if key not in TARGETS}
@@ -66,13 +66,13 @@ def inputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 
 def positions(model: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of ``forward`` that positional arguments go to, one each."""
+    """Returns the parameters of ``forward`` that take one positional argument each."""
     parameters = inspect.signature(model.forward).parameters.values()
     return [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
 
 
 def _without_parameter(model: nn.Module, given: Mapping[str, Any]) -> list[str]:
-    """The one key, if it is one, that ``forward`` does not take where it takes the others by name."""
+    """Returns the key that ``forward`` does not accept, if there is exactly one among accepted ones."""
     parameters = inspect.signature(model.forward).parameters
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return []
@@ -81,10 +81,10 @@ def _without_parameter(model: nn.Module, given: Mapping[str, Any]) -> list[str]:
 
 
 def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str) -> list[Arguments]:
-    """The first few batches of a loader as arguments of ``model``.
+    """Returns the first batches of a loader as arguments of ``model``.
 
     Raises:
-        ValueError: There are none, or they hold no tensors.
+        ValueError: There are no batches, or they hold no tensors.
     """
     calls = [arguments_of(model, inputs_and_targets(model, batch)[0]) for batch in islice(loader, at_most)]
     if not calls:
@@ -96,15 +96,14 @@ def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str
 
 
 def on_device(data: Any, device: torch.device) -> Any:
-    """The same with all tensors on a device."""
     return map_tensors(lambda tensor: tensor.to(device), data)
 
 
 def shapes_in(arguments: Any) -> str:
-    """The shapes of all tensors, for messages: ``(8, 3, 32, 32), (8,)``."""
+    """Returns the shapes of all tensors, for messages: ``(8, 3, 32, 32), (8,)``."""
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(arguments)) or "no tensors"
 
 
 def batch_size_of(arguments: Any) -> int:
-    """The size of the first dimension of the first tensor that has one; 0 without any."""
+    """Returns the first size of the first tensor that has dimensions; 0 if there is none."""
     return next((t.shape[0] for t in tensors_in(arguments) if t.dim() > 0), 0)

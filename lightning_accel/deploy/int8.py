@@ -1,8 +1,8 @@
-"""The layers of a model in INT8, one by one: which can be converted, and with which ranges.
+"""Converts single layers of a model to INT8: which layers can be converted, and with which ranges.
 
-``torch.ao`` is deprecated, and used all the same: it takes any batch and needs no compiler, where PT2E and torchao are
-fast only when compiled, for half a minute and more. benchmarks/deploying.py measures them side by side. ``torch.ao``
-has nothing for weights alone: there torchao is used.
+``torch.ao`` is deprecated but still used: it accepts any batch and needs no compiler. PT2E and torchao are fast only
+when compiled, which takes half a minute and more. benchmarks/deploying.py measures them side by side. ``torch.ao`` has
+no weight-only mode; torchao is used for that.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from lightning_accel.deploy.losses import is_finite
 
 
 class _NotFiniteError(Exception):
-    """A layer meets NaN or infinite numbers."""
+    """A layer takes or returns NaN or infinity."""
 
 
 def dynamic(layer: nn.Module) -> nn.Module:
-    """INT8 weights, a range for each output channel; inputs by the range that they have at every call."""
+    """Converts to INT8 weights with a range per output channel. Inputs are quantised by their range in each call."""
     ao: Any = torch.ao.quantization
     made: nn.Sequential = ao.quantize_dynamic(nn.Sequential(layer), {nn.Linear: ao.per_channel_dynamic_qconfig})
     return made[0]
 
 
 def static(observed_layer: nn.Module) -> nn.Module:
-    """INT8 weights, inputs and outputs, by the ranges that :func:`observed` has seen."""
+    """Converts to INT8 weights, inputs and outputs, by the ranges recorded in :func:`observed`."""
     ao: Any = torch.ao.quantization
     made: nn.Module = ao.convert(observed_layer, inplace=True)
     return made
 
 
 def weights_only(layer: nn.Module) -> nn.Module:
-    """INT8 weights, a range for each output channel, by torchao; all else in float.
+    """Converts to INT8 weights with a range per output channel, by torchao. All else stays float.
 
     Raises:
         MissingPackageError: torchao is not installed.
@@ -57,19 +57,19 @@ def weights_only(layer: nn.Module) -> nn.Module:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether :func:`dynamic` or :func:`static` has made it."""
+    """Returns whether :func:`dynamic` or :func:`static` made the module."""
     from torch.ao.nn.quantized.dynamic import Linear
 
     return isinstance(module, Linear | torch.ao.quantization.QuantWrapper)
 
 
 def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments]) -> dict[str, nn.Module]:
-    """Name of a layer → a copy whose observers have seen its inputs and outputs; only of layers that were called.
+    """Returns layer name → a copy that has observed the layer's inputs and outputs, for layers that were called.
 
-    ``calls``: the number of a batch of the calibration data → the call.
+    ``calls`` maps the number of a calibration batch to the call.
 
     Raises:
-        ValueError: A layer takes or returns what is not finite.
+        ValueError: A layer takes or returns NaN or infinity.
     """
     copies = {name: _with_observers(model.get_submodule(name)) for name in names}
     found: dict[str, nn.Module] = {}
@@ -100,20 +100,20 @@ def observed(model: nn.Module, names: list[str], calls: Mapping[int, Arguments])
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Makes a model's layers accessible in place: attention is split, and fused forms that read weights are off."""
+    """Makes a model's layers accessible in place: splits attention, and disables fused forms that read weights."""
     split: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and can_split(module):
             split[module] = SplitAttention(module)
         elif isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # its fused form takes weights in float
+            module.activation_relu_or_gelu = 0  # its fused form needs float weights
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = module.enable_nested_tensor = False
     return exchanged(model, split)
 
 
 def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
-    """The names of the layers that can be converted, and of the others that hold matrices, why they cannot."""
+    """Returns the names of layers that can be converted, and name → why not for other layers with matrices."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d) if mode == "int8-static" else (nn.Linear,)
     chosen, kept = [], {}
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
             continue
         kind = type(module)
         if kind not in kinds:
-            # Hugging Face has a Conv1D: of others than torch's the name says where they come from, too.
+            # Full names outside torch: Hugging Face has a Conv1D too.
             full = (
                 kind.__name__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
             )
@@ -134,7 +134,7 @@ def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
 
 
 def exchanged(model: nn.Module, by: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Puts modules in the places of others, at all the names that these have; returns what the model then is."""
+    """Replaces modules under all their names. Returns the resulting model."""
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if path and module in by:
             owner, _, name = path.rpartition(".")
@@ -144,7 +144,7 @@ def exchanged(model: nn.Module, by: Mapping[nn.Module, nn.Module]) -> nn.Module:
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Inside, torch and torchao do not warn of what this module has chosen knowingly."""
+    """Suppresses torch's and torchao's warnings about what this module uses deliberately."""
     with warnings.catch_warnings():
         for kind in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)

@@ -1,4 +1,4 @@
-"""Which layers lose too much in INT8, or fail in it: found by trial, and put back into float."""
+"""Finds by trial which layers lose too much in INT8 or fail in it, and puts them back into float."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_accel.deploy.losses import percent, worst
 
 @dataclass
 class LayerTrial:
-    """A model of which layers are in INT8 or in float; it is edited in place."""
+    """A model whose layers are switched between INT8 and float, in place."""
 
     model: nn.Module
-    layers: Mapping[str, nn.Module]  # in float
-    converted: Mapping[str, nn.Module]  # the same in INT8
+    layers: Mapping[str, nn.Module]  # the float layers
+    converted: Mapping[str, nn.Module]  # the same layers in INT8
     calls: Sequence[Arguments]
-    expected: Sequence[Sequence[Tensor]]  # outputs of the model in float
+    expected: Sequence[Sequence[Tensor]]  # outputs of the float model
 
     def put(self, names: Iterable[str]) -> None:
-        """Has these layers in INT8, and all others in float."""
+        """Puts these layers into INT8 and all others into float."""
         chosen = {*names}
         pairs = [(self.layers[name], made, name in chosen) for name, made in self.converted.items()]
         self.model = exchanged(self.model, {a if is_in else b: b if is_in else a for a, b, is_in in pairs})
 
     def put_back(self, max_error: float) -> dict[str, str]:
-        """Puts the fewest layers back that bring the error below; returns layer → why it is in float again."""
+        """Puts layers back, the worst alone first, until the error is allowed. Returns layer → reason."""
         if self._error()[0] <= max_error:
             return {}
         alone: dict[str, tuple[float, str]] = {}
@@ -47,10 +47,10 @@ class LayerTrial:
         return back
 
     def _error(self) -> tuple[float, str]:
-        """How far the outputs are off, and the same in words."""
+        """Returns the error of the outputs, as a number and in words."""
         try:
             error = worst(self.model, self.calls, self.expected)
-        except Exception as failure:  # in float it did not fail
+        except Exception as failure:  # the float model did not fail
             said = "with it in INT8 the model fails, as where something else reads its weight"
             return math.inf, f"{said}: {one_line(failure)}"
         if math.isinf(error):

@@ -1,4 +1,4 @@
-"""How far outputs are off: the norm of the difference, or, of whole numbers alone, the share that differs."""
+"""The error of outputs: the norm of the difference; for integer outputs alone, the share that differs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_accel.experiment.tolerance import deviation
 
 
 def outputs_of(model: Callable[..., Any], call: Arguments) -> list[Tensor]:
-    """What is compared of a model's outputs."""
+    """Returns the tensors of a model's outputs that are compared."""
     return compared(model(*call[0], **call[1]))
 
 
 def compared(outputs: Any) -> list[Tensor]:
-    """Of outputs the floating-point numbers, or, where there are none, the whole ones."""
+    """Returns the floating-point outputs, or the integer ones if there are no others."""
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors_in(outputs)]
     tensors = [t for t in tensors if t.numel()]
     return [t for t in tensors if t.is_floating_point()] or tensors
 
 
 def loss(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """How far outputs are off, 0 where they are the same; infinitely far where they are of other shapes."""
+    """Returns the error of outputs: 0 if they are equal, infinity if shapes differ."""
     if [t.shape for t in found] != [t.shape for t in expected]:
         return math.inf
     if all(t.is_floating_point() for t in expected):
@@ -36,12 +36,12 @@ def loss(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def worst(model: Callable[..., Any], calls: Sequence[Arguments], expected: Sequence[Sequence[Tensor]]) -> float:
-    """The largest loss of all calls."""
+    """Returns the largest loss of all calls."""
     return max(loss(outputs_of(model, call), want) for call, want in zip(calls, expected, strict=True))
 
 
 def measure_of(expected: Sequence[Sequence[Tensor]]) -> str:
-    """What a loss is a share of, in words; empty if these outputs hold nothing by which any could be measured."""
+    """Returns what a loss is a share of, in words; empty if the outputs have nothing to measure against."""
     tensors = [t for outputs in expected for t in outputs]
     if not any(bool(torch.isfinite(t).any()) for t in tensors):
         return ""
@@ -50,15 +50,14 @@ def measure_of(expected: Sequence[Sequence[Tensor]]) -> str:
 
 
 def least_of(outputs: Sequence[Tensor], least: float) -> float:
-    """What is let pass in any case. Of whole numbers that is one of each output, as rounding decides which it is."""
+    """Returns the error that is always allowed. For integers: one element per output, since rounding may flip it."""
     return max([least, *(1 / t.numel() for t in outputs if not t.is_floating_point())])
 
 
 def is_finite(data: Any) -> bool:
-    """Whether all tensors in it hold finite numbers alone."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors_in(data))
 
 
 def percent(share: float) -> str:
-    """As many digits as tell it from zero: ``5%``, ``0.0213%``."""
+    """Formats a share with three significant digits: ``5%``, ``0.0213%``."""
     return f"{100 * share:.3g}%"

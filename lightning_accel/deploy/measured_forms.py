@@ -1,4 +1,4 @@
-"""What was measured of a model's forms, and the table that is printed of it."""
+"""The measurements of a model's forms, and the printed table of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_accel.experiment.pair_test import RatioInterval
 
 @dataclass(frozen=True)
 class Measured:
-    """One form.
+    """The measurements of one form.
 
     Attributes:
         latency: At batch 1.
-        speedup: How many times as fast as the original that is.
-        samples_per_sec: Batch size → throughput; without those that the form does not take.
-        first_call_ms: Loading, and calling it for the first time.
-        disk_bytes: Of its file, or of the saved weights.
-        memory_bytes: Of the weights, or by how much a process grows that loads the file; None: not known.
-        error: How far its outputs are off on the data, as a share of the norm of the original's.
+        speedup: The latency's ratio to the original, as how many times as fast.
+        samples_per_sec: Batch size → throughput, for the sizes that the form accepts.
+        first_call_ms: Loading, and the first call.
+        disk_bytes: Size of its file, or of the saved weights.
+        memory_bytes: Size of the weights, or the growth of a process that loads the file; None if unknown.
+        error: The error of its outputs on the data, as a share of the norm of the original's.
         scores: Metric → value, interval and drop.
-        remarks: What is to be known of it: layers left in float, dimensions that are fixed.
+        remarks: Remarks for users: layers left in float, fixed dimensions.
     """
 
     latency: Latency
@@ -40,20 +40,20 @@ class Measured:
     remarks: tuple[str, ...]
 
     def drops_more_than(self, limit: float) -> list[str]:
-        """The metrics that are worse than the original's by more."""
+        """Returns the metrics that are worse than the original's by more than ``limit``."""
         return [name for name, score in self.scores.items() if not score.drop <= limit]  # NaN is worse
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` has found.
+    """The result of :func:`~lightning_accel.deploy.comparing.compare_forms`.
 
     Attributes:
-        forms: Name → what was measured; the first is ``"eager"``, the original.
-        left_out: Name → why a form is not among them.
-        max_drop: What a metric may be worse by.
-        recommended: The form to take.
-        why: In words.
+        forms: Name → measurements. The first is ``"eager"``, the original.
+        left_out: Name → why a form was left out.
+        max_drop: How much worse a metric may be.
+        recommended: The recommended form.
+        why: The reason, in words.
     """
 
     forms: Mapping[str, Measured]
@@ -64,11 +64,11 @@ class Comparison:
 
     @property
     def worse(self) -> dict[str, list[str]]:
-        """Form → the metrics that it drops by more than the limit."""
+        """Form → metrics that drop by more than the limit."""
         return {name: found for name, form in self.forms.items() if (found := form.drops_more_than(self.max_drop))}
 
     def __str__(self) -> str:
-        """A table of the forms, one of their metrics, what is to be known, and which form to take."""
+        """Returns a table of the forms, one of their metrics, remarks and the recommendation."""
         lines = _table([_row(name, form) for name, form in self.forms.items()])
         scores = [{"form": name, **form.scores} for name, form in self.forms.items()]
         lines += _table(scores) if len(scores[0]) > 1 else []
@@ -81,12 +81,12 @@ class Comparison:
         return "\n".join([*lines, f"Take {self.recommended}: {self.why}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON; what is infinite is None."""
+        """Returns plain values for JSON, with None for infinity."""
         return dict(finite({**asdict(self), "worse": self.worse}))
 
 
 def _row(name: str, form: Measured) -> dict[str, str]:
-    """Heading → cell."""
+    """Returns heading → cell."""
     times = {"p50 ms": form.latency.p50, "p95": form.latency.p95, "p99": form.latency.p99}
     return {
         "form": name,
@@ -105,7 +105,7 @@ def _ms(value: float) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Lines of aligned columns, by the headings of the first row."""
+    """Returns lines of aligned columns, with the headings of the first row."""
     columns = [[heading, *(str(row.get(heading, "no")) for row in rows)] for heading in rows[0]]
     widths = [max(map(len, column)) for column in columns]
     return ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in zip(*columns, strict=True)]

@@ -1,6 +1,6 @@
-"""INT8 in ONNX, by ONNX Runtime's own quantiser: of the layers that ``quantize`` has converted, with its ranges.
+"""INT8 in ONNX, by ONNX Runtime's quantiser, for the layers and ranges that ``quantize`` has chosen.
 
-In a file in float ``onnxruntime.quantization`` makes one kernel of each layer, quantising its inputs included.
+In a float file ``onnxruntime.quantization`` turns each layer into one kernel that also quantises the layer's inputs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lightning_accel.deploy.int8 import is_converted
 from lightning_accel.deploy.sessions import FileSession
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-"""Where torch's exporter notes the modules that a node comes from, and its own name at last."""
+"""Where torch's exporter stores a node's modules, followed by the node's own name."""
 
 
 def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> None:
-    """Converts layers of a file, in place.
+    """Converts layers of a file in place.
 
     Args:
-        path: A file in float, which torch has written.
-        quantized: The same model, of which the layers that are to be converted are in torch's INT8.
-        arguments: An example, for a run that the library asks for.
+        path: A float file written by torch.
+        quantized: The same model, with the layers to convert in torch's INT8.
+        arguments: An example, for a run that the library makes.
     """
     onnx, quantization = importlib.import_module("onnx"), importlib.import_module("onnxruntime.quantization")
     layers: dict[str | None, Any] = {
@@ -36,14 +36,14 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
     }
     graph = onnx.load(path).graph
     found = [(node, layer) for node in graph.node if (layer := layers.get(_module_of(node))) is not None]
-    if not found:  # without names the library would convert all nodes
+    if not found:  # with no names, the library would convert all nodes
         return
     options: dict[str, Any] = {"per_channel": True, "nodes_to_quantize": [node.name for node, _ in found]}
     ranges = {node.input[0]: _range(layer.quant) for node, layer in found if hasattr(layer, "quant")}
     if not ranges:
-        # Weights have 7 bits, as inputs take all 8: kernels for processors without VNNI add two products in 16 bits,
-        # and saturate beyond (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
-        # It splits a Gemm into two, and the first has this name.
+        # Weights get 7 bits, since inputs use all 8: kernels for processors without VNNI add two products in 16 bits
+        # and saturate (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
+        # The library splits a Gemm into two nodes. The first has this name.
         options["nodes_to_quantize"] += ["_".join((node.name, "MatMul")) for node, _ in found]
         quantization.quantize_dynamic(path, path, reduce_range=True, **options)
         return
@@ -55,16 +55,16 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
         path,
         SimpleNamespace(get_next=iter([feeds, None]).__next__),
         activation_type=quantization.QuantType.QUInt8,
-        # What leaves a product stays in float: rounding it saves nothing.
+        # Outputs of products stay float: rounding them saves nothing.
         extra_options={"TensorQuantOverrides": ranges, "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"]},
         **options,
     )
 
 
 def _module_of(node: Any) -> str | None:
-    """The name of the layer whose product a node is; None if it is none.
+    """Returns the name of the layer whose product a node is; None if the node is no product.
 
-    Where the exporter has fused a convolution with what follows, only its weight tells.
+    If the exporter has fused a convolution with later operations, only the weight shows the layer.
     """
     if node.op_type not in ("MatMul", "Gemm", "Conv"):
         return None

@@ -1,4 +1,4 @@
-"""A trained model with smaller numbers: INT8, FP16 or bfloat16."""
+"""Quantises a trained model to INT8, FP16 or bfloat16."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from lightning_accel.deploy.losses import is_finite, measure_of, outputs_of, per
 
 MAX_ERROR = 0.05
 CALIBRATION_BATCHES = 32
-TRIAL_BATCHES = 2  # that tell how much a layer loses; ranges are taken from all
+TRIAL_BATCHES = 2  # for the error of single layers; ranges use all batches
 
 _CONVERT = {"int8-dynamic": int8.dynamic, "int8-static": int8.static, "int8-weight": int8.weights_only}
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What :func:`quantize` has made.
+    """The result of :func:`quantize`.
 
     Attributes:
-        model: For inference, called as the original was.
-        original: A copy of it in float, by which forms of INT8 are judged.
-        mode: As asked for.
-        converted: The names of the layers that compute with smaller numbers; ``""`` is the model itself; attention is
-            in four layers, ``query``, ``key``, ``value`` and ``out``.
-        kept: Of layers left in float, name → why.
-        error: How far the outputs are off on the calibration data, as a share; None where that was not measured.
-        measure: What the error is a share of, in words; where there is none, why.
-        bytes_before: Of the saved weights.
-        bytes_after: The same, now.
+        model: For inference, called like the original.
+        original: A float copy of the original, against which INT8 forms are checked.
+        mode: As requested.
+        converted: The names of the converted layers; ``""`` is the model itself. Attention has four layers, ``query``,
+            ``key``, ``value`` and ``out``.
+        kept: Name → reason, for layers left in float.
+        error: The error of the outputs on the calibration data, as a share; None if it was not measured.
+        measure: What the error is a share of, in words; if there is no error, why.
+        bytes_before: Size of the saved weights before.
+        bytes_after: Size of the saved weights now.
     """
 
     model: nn.Module = field(repr=False)
@@ -72,32 +72,32 @@ class Quantized:
 def quantize(
     model: nn.Module, mode: Mode, *, calibration: Iterable[Any] | None = None, max_error: float = MAX_ERROR
 ) -> Quantized:
-    """A copy of a trained model for inference, with smaller numbers; the model itself stays as it is.
+    """Returns a copy of a trained model for inference, in lower precision. The model itself is not changed.
 
-    With calibration data, INT8 is tried: where outputs are off by more than ``max_error``, or the model fails, layers
-    are put back into float, beginning with the one that loses the most alone, until they are not. Without any, a model
-    that reads a layer's weight itself fails when it is called: nothing was, to find that.
+    With calibration data, INT8 is tried. If the outputs' error is above ``max_error``, or the model fails, layers are
+    put back into float, the one that loses the most alone first, until the error is allowed. Without calibration data
+    nothing is called: a model that reads a layer's weight itself then fails only at its first call.
 
-    INT8 is computed by kernels of ``torch.ao``, which are deprecated and need no compiler
-    (:mod:`lightning_accel.deploy.int8`), and exported to ONNX by those of ONNX Runtime; ``int8-weight`` by torchao's.
-    docs/results has all that there are beside each other.
+    INT8 uses kernels of ``torch.ao``, which are deprecated and need no compiler (:mod:`lightning_accel.deploy.int8`);
+    in ONNX those of ONNX Runtime; ``int8-weight`` uses torchao's. docs/results compares all of them.
 
     Args:
-        model: Accelerated or not, on the CPU for INT8.
-        mode: ``"int8-dynamic"``: weights of linear layers for each output channel, inputs by their range at every call;
-            ``"int8-static"``: convolutions too, all ranges from the calibration data; ``"int8-weight"``: weights
-            are stored in INT8 and computed with in float, smaller and not faster; ``"fp16"``, ``"bf16"``: all weights.
-        calibration: A loader of batches such as the model will be served, of which the first 32 are looked at:
-            ``(inputs, targets)``, inputs alone, or mappings. ``"int8-static"`` needs one.
-        max_error: What share of the outputs' norm they may be off, on the calibration data; what share of them may
-            differ, where a model returns whole numbers alone.
+        model: Accelerated or not; on the CPU for INT8.
+        mode: ``"int8-dynamic"``: weights of linear layers by output channel, inputs by their range in each call;
+            ``"int8-static"``: convolutions too, with all ranges from the calibration data; ``"int8-weight"``: weights
+            are stored in INT8 and computed with in float, which is smaller but not faster; ``"fp16"``, ``"bf16"``: all
+            weights.
+        calibration: A loader of batches like those to be served, of which the first 32 are used: ``(inputs, targets)``,
+            inputs alone, or mappings. ``"int8-static"`` needs one.
+        max_error: The largest error on the calibration data, as a share of the outputs' norm; for a model that returns
+            only integers, the share of outputs that may differ.
 
     Raises:
-        TypeError: The model is no module: a path, or what this function has made.
-        ValueError: An unknown mode; calibration data that is missing, empty, or not what the model takes; for INT8, a
-            model that is not on the CPU or not in float32, or layers that meet NaN or infinite numbers.
-        QuantizeError: On the calibration data the model fails with smaller numbers alone, with the line of its code, or
-            in half precision the outputs are off by more than ``max_error``, with the layer in which that begins.
+        TypeError: ``model`` is not a module: a path, or a result of this function.
+        ValueError: The mode is unknown; calibration data is missing, empty or does not fit the model; for INT8, the
+            model is not on the CPU or not in float32, or a layer takes or returns NaN or infinity.
+        QuantizeError: On the calibration data the model fails only in lower precision (with the line of its code), or
+            in half precision the error is above ``max_error`` (with the layer in which it begins).
         MissingPackageError: torchao is not installed, for ``"int8-weight"``.
     """
     check_choice("mode", mode, MODES)
@@ -130,7 +130,7 @@ def quantize(
 
 
 def saved_bytes(model: nn.Module) -> int:
-    """Bytes of the ``state_dict`` as ``torch.save`` writes it."""
+    """Returns the bytes of the ``state_dict`` as written by ``torch.save``."""
     buffer = io.BytesIO()
     with int8.without_deprecations():
         torch.save(model.state_dict(), buffer)
@@ -140,7 +140,7 @@ def saved_bytes(model: nn.Module) -> int:
 def _in_int8(
     original: nn.Module, mode: Mode, calls: list[Arguments], expected: list[list[Tensor]], max_error: float
 ) -> tuple[nn.Module, float, list[str], dict[str, str]]:
-    """A copy in INT8, how far it is off, the names of the layers in INT8, and of others, why they are not."""
+    """Returns a copy in INT8, its error, the names of layers in INT8, and name → why not for others."""
     if mode == "int8-static" and not calls:
         raise ValueError("mode='int8-static' takes its ranges from data: calibration=loader, with a few batches.")
     devices = {p.device.type for p in original.parameters()} - {"cpu"}
@@ -168,7 +168,7 @@ def _in_int8(
             converted[name] = _CONVERT[mode](source)
         except MissingPackageError:
             raise
-        except Exception as why:  # a size for which there is no kernel
+        except Exception as why:  # no kernel for this size, say
             kept[name] = f"could not be converted: {one_line(why)}"
     trial = LayerTrial(model, layers, converted, calls[:TRIAL_BATCHES], expected[:TRIAL_BATCHES])
     trial.put(converted)

@@ -1,4 +1,4 @@
-"""Files of other libraries that are called as the model is: by its names, with its constants."""
+"""Wrappers that call the files of other libraries like the model, with its argument names and constants."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lightning_accel.ops.arrays import tensor_as_numpy
 
 @dataclass
 class FileSession:
-    """A library's session that takes and returns tensors."""
+    """A library's session, with tensors as inputs and outputs."""
 
-    names: Sequence[str]  # of the inputs, in the model's order
-    run: Callable[[dict[str, Any]], Sequence[Any]]  # has arrays by these names
+    names: Sequence[str]  # of inputs, in the model's order
+    run: Callable[[dict[str, Any]], Sequence[Any]]  # takes arrays by these names
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         return [torch.from_numpy(one) for one in self.run(self.feeds(*args, **kwargs))]
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Arguments of the model as arrays by the names of the file.
+        """Returns the model's arguments as arrays under the file's input names.
 
         Raises:
-            TypeError: They do not fit the file.
+            TypeError: The arguments do not fit the file.
         """
         others = {name: value for name, value in kwargs.items() if name not in self.names}
         wrong = [name for name, value in others.items() if isinstance(value, Tensor)]
-        # What is in containers has a name of its own in the file: by their order, as are positional arguments.
+        # Tensors in containers have other names in the file. They are matched by order, like positional arguments.
         ordered = [value for name, value in others.items() if name not in wrong]
         given = dict(zip(self.names, tensors_in((args, ordered)), strict=False))
         twice = [name for name in kwargs if name in given]
@@ -50,7 +50,7 @@ class FileSession:
 
 
 def constants_of(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
-    """Of ``forward``'s arguments, given or by default, those that are numbers or text: a file has them as they are."""
+    """Returns ``forward``'s arguments, given or default, that are numbers or text: a file stores their values."""
     args, kwargs = arguments
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -59,7 +59,7 @@ def constants_of(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
 
 @dataclass
 class WithConstants:
-    """A file that refuses other constants than it has."""
+    """A file that refuses other values of its constants."""
 
     call: Callable[..., Any]
     parameters: Sequence[str]

@@ -1,4 +1,4 @@
-"""Which dimensions of an example are a batch's and a sequence's, and the same example with others of them."""
+"""Finds the batch and sequence dimensions of an example, and makes the example in other sizes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_accel.deploy.inputs import Arguments
 Dynamic = Literal["auto", "off", "batch", "batch+sequence"]
 Name = Literal["batch", "sequence"]
 
-_LEAST = 2  # torch takes a dimension of size 1 for one that stays so
+_LEAST = 2  # torch treats a dimension of size 1 as fixed
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of one tensor of the inputs."""
+    """One dimension of one input tensor."""
 
-    index: int  # of the tensor, in the order of the inputs
-    axis: int  # of the dimension
-    name: Name  # whose size it is
+    index: int  # of the tensor among the inputs
+    axis: int  # of the tensor
+    name: Name  # what its size counts
 
 
 def dimensions_of(arguments: Arguments, dynamic: Dynamic) -> list[Dimension]:
-    """Those that may change from call to call.
+    """Returns the dimensions that may change between calls.
 
-    The batch is the first dimension of every tensor in which that is as large as the first one's. The sequence is the
-    second dimension of tokens, (B, T) of whole numbers, and of features, (B, T, D), where it is as large as the first.
+    The batch is the first dimension of every tensor in which it has the size of the first tensor's. The sequence is the
+    second dimension of tokens, (B, T) integers, and of features, (B, T, D), if it has the size of the first such one.
     """
     if dynamic == "off":
         return []
@@ -50,7 +50,7 @@ def dimensions_of(arguments: Arguments, dynamic: Dynamic) -> list[Dimension]:
 
 
 def resized(arguments: Arguments, dimensions: list[Dimension], sizes: Mapping[Name, int]) -> Arguments:
-    """The arguments with other sizes: what there is of a dimension, over and over."""
+    """Returns the arguments with other sizes, by repeating the existing entries."""
     tensors = iter(range(len(tensors_in(arguments))))
 
     def change(tensor: Tensor) -> Tensor:
@@ -66,29 +66,29 @@ def resized(arguments: Arguments, dimensions: list[Dimension], sizes: Mapping[Na
 
 
 def sizes_of(arguments: Arguments, dimensions: list[Dimension]) -> dict[Name, int]:
-    """Name → size."""
+    """Returns name → size."""
     tensors = tensors_in(arguments)
     return {one.name: tensors[one.index].shape[one.axis] for one in reversed(dimensions)}
 
 
 def widened(arguments: Arguments, dimensions: list[Dimension]) -> Arguments:
-    """An example to capture the model with: no dimension that may change is of size 1."""
+    """Returns an example for capturing the model: no dimension that may change has size 1."""
     sizes = sizes_of(arguments, dimensions)
     return resized(arguments, dimensions, {name: _LEAST for name, size in sizes.items() if size < _LEAST})
 
 
 def other_sizes(arguments: Arguments, dimensions: list[Dimension], name: Name) -> dict[int, Arguments]:
-    """The example with other sizes of one dimension: batches of 1 and one more, sequences of half and one more."""
+    """Returns size → example with that size of one dimension: batch 1 and one more; sequence half and one more."""
     size = sizes_of(arguments, dimensions)[name]
     tried = {1 if name == "batch" else max(1, size // 2), size + 1} - {size}
     return {other: resized(arguments, dimensions, {name: other}) for other in sorted(tried)}
 
 
 def other_numbers(arguments: Arguments) -> Arguments:
-    """The example with numbers that are as good: rows in another order; tokens, too, and features half as large.
+    """Returns the example with other valid numbers: rows in another order, tokens too, features half as large.
 
-    Whole numbers may be indices into a table: there are none but the example's. Masks keep their rows as they are, as
-    what comes of one that masks everything is nobody's to say.
+    Integers may be table indices, so no new ones are made. Masks keep their rows: the result for a fully masked row is
+    undefined.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def other_numbers(arguments: Arguments) -> Arguments:
 
 
 def as_torch_wants(model: Any, arguments: Arguments, dimensions: list[Dimension]) -> Any:
-    """For ``torch.export``: these dimensions are to stay open if the model lets them."""
+    """Returns the dynamic shapes for ``torch.export``: these dimensions stay dynamic if the model allows."""
     if not dimensions:
         return None
     kind: Any = ShapesCollection

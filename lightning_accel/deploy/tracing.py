@@ -1,4 +1,4 @@
-"""A model traced for TorchScript, and kept out where the trace would hold numbers of the example."""
+"""Traces a model for TorchScript, and refuses if the trace would contain numbers of the example."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _TO_PYTHON = frozenset(
         *("item", "tolist", "numpy", "tensor", "equal", "allclose", "is_nonzero"),
     ]
 )
-"""What makes of a tensor's numbers a value of Python's, which the trace keeps."""
+"""Functions that turn a tensor's numbers into Python values, which a trace stores as constants."""
 _OF_SHAPES = frozenset(
     [
         *("shape", "size", "numel", "nelement", "dim", "ndim", "stride", "__len__"),
         *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"),
     ]
 )
-"""What does not depend on a tensor's numbers: that it holds for other shapes is seen by calling it with those."""
+"""Functions that do not depend on a tensor's numbers. Calls with other shapes check them."""
 
 _IN_PLACE = re.compile(r"^_{2}(i|set)|[^_]_$")  # x += y, x[0] = y, x.add_(y)
 
 
 def traced(model: nn.Module, arguments: Arguments) -> Any:
-    """The model as ``torch.jit.trace`` has it, frozen.
+    """Returns the model as ``torch.jit.trace`` makes it, frozen.
 
     Raises:
         ExportError: Its control flow depends on the inputs' numbers.
@@ -59,7 +59,7 @@ def traced(model: nn.Module, arguments: Arguments) -> Any:
 
 
 class _Renamed(nn.Module):
-    """A model whose keyword-only arguments may be positional too: tracing knows no others."""
+    """A model whose keyword-only arguments may also be positional, as tracing requires."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class _Renamed(nn.Module):
 
 
 class _NumbersInPython(TorchFunctionMode):
-    """Raises where a value of Python's is made of numbers that come from the inputs."""
+    """Raises if a Python value is made from the inputs' numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self._from_inputs = WeakTensorKeyDictionary()
 
     def begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Notes the inputs, which tracing has copied."""
+        """Records the inputs, which tracing has copied."""
         self._note((args, kwargs))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,9 +104,9 @@ class _NumbersInPython(TorchFunctionMode):
 
 @contextmanager
 def _unused_properties_hidden(model: nn.Module) -> Iterator[None]:
-    """Keeps torch.jit off what modules tell it to leave alone: it reads all that ``dir`` names before it asks.
+    """Hides the properties that modules ask torch.jit to ignore: it reads every name in ``dir`` before it checks.
 
-    A LightningModule's ``trainer`` is among these, and raises where it has none.
+    One is a LightningModule's ``trainer``, which raises if there is none.
     """
     kinds = {module: type(module) for module in model.modules()}
     for module, kind in kinds.items():

@@ -1,1 +1,1 @@
-"""Where the memory of a training step goes, and how to need less: saved tensors, recomputation, budgets."""
+"""The memory of a training step and ways to reduce it: saved tensors, recomputation, budgets."""

@@ -1,8 +1,8 @@
-"""Integer words and the bits that say which of them matter: NumPy's loops on a CPU, torch's kernels elsewhere.
+"""Packs integer words by a bit mask of the relevant ones: with NumPy's loops on a CPU, torch's kernels elsewhere.
 
-A word is the bit pattern of one element, read as a signed integer of its size. Bits lie eight to a byte, the first
-element's in the highest place. Everything runs in pieces, for temporaries that fit the cache on a CPU and stay small
-beside the tensor on a GPU.
+A word is the bit pattern of one element, read as a signed integer of the same size. A byte holds eight bits, the first
+element's in the highest place. All work is done in pieces: temporaries then fit the cache on a CPU, and are small
+compared with the tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from lightning_accel.ops.arrays import tensor_as_numpy
 from lightning_accel.ops.nonzeros import Test
 
-# Eight bytes of 0 or 1, read as one integer, times this: their bits side by side in the highest byte, the first byte's
-# highest. No two of the 64 partial products meet, so that nothing is carried.
+# Eight bytes of 0 or 1, read as one integer and multiplied by this, give their bits in the highest byte, the first
+# byte's bit highest. No two of the 64 partial products overlap, so there is no carry.
 _GATHER = 0x8040201008040201 - (1 << 64)
 _SPREAD, _PICK = 0x0101010101010101, 0x0102040810204080
 
 
 @dataclass(slots=True)
 class Split:
-    """The words that are not zero, and where they stood."""
+    """The nonzero words, and their positions."""
 
     bits: Tensor  # (ceil(N / 8),) uint8, set where the word is not zero
-    values: Tensor  # the other words, in their order
-    counts: list[int]  # how many of the values each piece of the words has
+    values: Tensor  # the nonzero words, in order
+    counts: list[int]  # number of values in each piece of the words
 
 
 def mask_bits(words: Tensor, test: Test) -> Tensor:
-    """The bits of ``test(words)``: (N,) words → (ceil(N / 8),) uint8."""
+    """Returns the bits of ``test(words)``: (N,) words → (ceil(N / 8),) uint8."""
     library, bits = _library(words), _empty_bits(words)
     for part, packed in library.pieces(words, bits):
         packed[:] = library.to_bits(test(part))
@@ -42,7 +42,7 @@ def mask_bits(words: Tensor, test: Test) -> Tensor:
 
 
 def split_words(words: Tensor, max_values: int) -> Split | None:
-    """Parts the words that are not zero from those that are; None when there are more than ``max_values`` of them.
+    """Separates the nonzero words from zeros; None if there are more than ``max_values`` nonzero words.
 
     On a GPU this waits for the device once, to learn how much memory the values need.
     """
@@ -62,14 +62,14 @@ def split_words(words: Tensor, max_values: int) -> Split | None:
 
 
 def fill_words(out: Tensor, bits: Tensor, word: int) -> None:
-    """Sets every word of ``out`` (N,): to ``word`` where its bit is set, else to zero."""
+    """Sets each word of ``out`` (N,) to ``word`` if its bit is set, otherwise to zero."""
     library = _library(out)
     for part, packed in library.pieces(out, bits):
         library.fill(part, packed, word)
 
 
 def join_words(out: Tensor, split: Split) -> None:
-    """Sets every word of ``out`` (N,) to what it was when it was split."""
+    """Sets every word of ``out`` (N,) to its value before the split."""
     library = _library(out)
     for (part, packed), values in zip(
         library.pieces(out, split.bits), torch.split(split.values, split.counts), strict=True
@@ -86,13 +86,13 @@ def _library(words: Tensor) -> type[_NumPy] | type[_Torch]:
 
 
 class _Torch:
-    """What is done with a piece, by torch's kernels."""
+    """The operations on a piece, by torch's kernels."""
 
     piece = 1 << 24  # words; a multiple of 8, so that it ends where a byte of bits ends
 
     @classmethod
     def pieces(cls, words: Tensor, bits: Tensor) -> Iterator[tuple[Any, Any]]:
-        """The words piece by piece, each with its bits; both are views."""
+        """Yields views of the words, piece by piece, each with its bits."""
         array, packed = cls.open(words), cls.open(bits)
         for start in range(0, len(words), cls.piece):
             stop = min(start + cls.piece, len(words))
@@ -128,7 +128,7 @@ class _Torch:
 
     @staticmethod
     def take_nonzeros(part: Tensor, out: Tensor) -> None:
-        # With their number known, nothing has to be asked of the device.
+        # The number is known, so this does not wait for the device.
         torch.index_select(part, 0, torch.nonzero_static(part, size=len(out)).view(-1), out=out)
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Torch:
 
 
 class _NumPy(_Torch):
-    """The same by NumPy's loops."""
+    """The same operations by NumPy's loops."""
 
     piece = 1 << 17
 
@@ -164,12 +164,12 @@ class _NumPy(_Torch):
 
     @staticmethod
     def take_nonzeros(part: Any, out: Any) -> None:
-        # Comparing once more is a tenth of this. compress() is three to six times as fast as part[mask].
+        # Comparing again takes a tenth of the time. compress() is three to six times as fast as part[mask].
         np.compress(part != 0, part, out=out)
 
     @staticmethod
     def put_nonzeros(part: Any, bits: Any, values: Any) -> None:
         part.fill(0)
         mask = np.unpackbits(bits, count=part.size).view(np.bool_)
-        # Positions rather than the mask itself, whose branches cost five times as much at half density.
+        # Positions instead of the mask: a mask costs five times as much at half density, by its branches.
         part[np.flatnonzero(mask)] = values

@@ -1,4 +1,4 @@
-"""Where offloaded bytes lie: pools of host memory, pinned where a GPU copies to it, or of a memory-mapped file."""
+"""Storage for offloaded bytes: pools of host memory, pinned for copies by a GPU, or of a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from typing_extensions import override
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.heap import release_free_memory
 
-# A pool grows by a quarter, and by no more than this: in few segments, as pinning memory is slow, and hardly too large.
+# A pool grows by a quarter, at most by this: in few segments, since pinning is slow, and with little excess.
 SEGMENT_BYTES = 1 << 30
-# The C library keeps most of what a CPU's tensors free, scattered about its heap: after this many bytes went to a file
-# it is told to return that. Without, peak resident memory of a transformer's step hardly fell (12% instead of 40%).
+# The C library keeps most memory that CPU tensors free, scattered over its heap. It is told to return that memory each
+# time this many bytes went to a file. Otherwise a transformer step's peak resident memory fell by 12% instead of 40%.
 TRIM_BYTES = 64 << 20
-# Regions start on pages, so that the pages of one can be let go without its neighbour's.
+# Regions start at page boundaries, so that one can be dropped from memory without its neighbour.
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class OffloadingError(RuntimeError):
-    """Offloaded tensors cannot be kept, or are gone. Parameters and optimizer are as they were."""
+    """Offloaded tensors cannot be stored, or are lost. Parameters and optimizer are unchanged."""
 
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A stretch of a pool."""
+    """A contiguous part of a pool."""
 
     bytes: Tensor  # the memory: uint8, on the CPU, (size,)
     pool: Pool
-    mapping: mmap.mmap | None = None  # that it is part of, if it lies in a file
-    offset: int = 0  # where it starts in that
+    mapping: mmap.mmap | None = None  # the mapping it is part of, if it lies in a file
+    offset: int = 0  # its start in the mapping
 
     @property
     def size(self) -> int:
-        """In bytes; at least as many as were asked for."""
+        """The size in bytes, at least the requested one."""
         return self.bytes.numel()
 
 
@@ -55,23 +55,23 @@ _SIZE = attrgetter("size")
 
 
 class Pool(ABC):
-    """Memory handed out in regions, kept when they are given back, and returned to the system by :meth:`close`.
+    """Memory that is handed out in regions, reused after their return, and released to the system by :meth:`close`.
 
-    A region may be given back while copies out of it and into it are under way: as all copies of one mover run in
-    order, whatever is next copied into it comes after them.
+    A region may be returned while copies from it and to it are running. All copies of one mover run in order, so the
+    next copy into the region comes after them.
     """
 
     def __init__(self) -> None:
-        self.total_bytes = 0  # that the pool has taken from the system
-        self.live_bytes = 0  # that are handed out of it
+        self.total_bytes = 0  # taken from the system
+        self.live_bytes = 0  # handed out
         self._free: list[Region] = []  # by size
         self._uncut: Region | None = None
 
     def take(self, nbytes: int) -> Region:
-        """A region of at least ``nbytes``.
+        """Returns a region of at least ``nbytes``.
 
         Raises:
-            OffloadingError: There is no more of this memory.
+            OffloadingError: This kind of memory is exhausted.
         """
         size = _rounded(nbytes)
         region = self._reuse(size) or self._carve(size)
@@ -79,31 +79,30 @@ class Pool(ABC):
         return region
 
     def give(self, region: Region) -> None:
-        """Takes a region back."""
         assert region.pool is self
         self.live_bytes -= region.size
         insort_left(self._free, region, key=_SIZE)
 
     def let_go(self, region: Region) -> None:  # noqa: B027  # most pools have nothing to do
-        """Takes what lies in a file out of this process's resident memory. The mover calls it after every copy."""
+        """Removes a region in a file from this process's resident memory. The mover calls this after every copy."""
 
     def close(self) -> None:
-        """Forgets all its memory, which is freed with the last region that is still handed out."""
+        """Releases all memory. Regions that are still handed out keep theirs until they are freed."""
         self._free.clear()
         self._uncut = None
         self.total_bytes = self.live_bytes = 0
 
     @abstractmethod
     def _segment(self, size: int) -> Region:
-        """At least ``size`` bytes from the system. Raises an :class:`OffloadingError` when it has no more."""
+        """Returns at least ``size`` bytes from the system. Raises an :class:`OffloadingError` if it has no more."""
 
     def _reuse(self, size: int) -> Region | None:
-        """The smallest free region that is large enough, unless it is larger than twice that."""
+        """Returns the smallest free region that is large enough, if it is at most twice as large; otherwise None."""
         at = bisect_left(self._free, size, key=_SIZE)
         return self._free.pop(at) if at < len(self._free) and self._free[at].size <= 2 * size else None
 
     def _carve(self, size: int) -> Region:
-        """The next ``size`` bytes of the newest segment, or of a newer one."""
+        """Returns the next ``size`` bytes of the newest segment, or of a new one."""
         if self._uncut is None or self._uncut.size < size:
             wanted = max(size, min(self.total_bytes // 4, SEGMENT_BYTES))
             try:
@@ -123,17 +122,17 @@ class Pool(ABC):
 
 
 class HostPool(Pool):
-    """Memory of the host, ``pinned`` for copies that a GPU makes by itself while it and the CPU go on."""
+    """Host memory, ``pinned`` for copies that a GPU makes itself while it and the CPU go on."""
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__()
         self._pinned = pinned
-        self._failure = ""  # why the system had no more
+        self._failure = ""  # why the system refused
 
     @override
     def _segment(self, size: int) -> Region:
-        if not self._failure:  # else it is not asked again at every tensor: it takes the system long to say no
-            # Torch rounds what it pins up to a power of two, and leaves the rest unused.
+        if not self._failure:  # do not ask again at every tensor: a refusal is slow
+            # Torch rounds pinned memory up to a power of two and leaves the rest unused.
             rounded = 1 << (size - 1).bit_length() if self._pinned else size
             try:
                 return Region(torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned), self)
@@ -147,24 +146,24 @@ class HostPool(Pool):
 
 
 class SpillFile(Pool):
-    """A file without a name, gone with the process however that ends, and mapped into memory.
+    """A nameless file, mapped into memory. It disappears when the process ends, in whatever way.
 
-    Space is reserved before anything is mapped: writing to a mapping on a full disk would end the process. A folder
-    that lies in memory (a tmpfs, as that for temporary files is on some systems) saves none.
+    Space is reserved before mapping, since writing to a mapping on a full disk would crash the process. A folder in
+    memory (a tmpfs, which some systems use for temporary files) saves no memory.
     """
 
     def __init__(self, folder: str | None = None) -> None:
         super().__init__()
         self._folder = folder or tempfile.gettempdir()
         try:
-            # On Windows it has a name, and is deleted when it is closed.
+            # On Windows the file has a name and is deleted when it is closed.
             self._file: IO[bytes] = tempfile.TemporaryFile(prefix="lightning-accel-", dir=folder)  # noqa: SIM115
         except OSError as error:
             raise OffloadingError(
                 f"memory.offload='disk': no file can be made in {self._folder} ({error.strerror})."
                 " Name a folder that exists and can be written to: {'to': 'disk', 'folder': '/scratch'}."
             ) from error
-        weakref.finalize(self, self._file.close)  # for those who forget to
+        weakref.finalize(self, self._file.close)  # if nobody calls close()
         self._untrimmed_bytes = 0
 
     @override
@@ -206,13 +205,13 @@ class SpillFile(Pool):
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._file.fileno(), self.total_bytes, size)
             return
-        # macOS and Windows: grown without being reserved, so that another program may yet fill the disk.
+        # macOS and Windows cannot reserve space: another program may still fill the disk.
         if shutil.disk_usage(self._folder).free < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(self._file.fileno(), self.total_bytes + size)
 
 
 def _rounded(nbytes: int) -> int:
-    """Whole pages, in steps of an eighth: sizes that change a little from step to step share regions."""
+    """Rounds up to pages, in steps of an eighth: sizes that vary a little between steps then share regions."""
     step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

@@ -1,10 +1,10 @@
-"""How much memory a training step needs on each device, by strategy: a formula, for before there is a model to measure.
+"""Estimates the memory of a training step on each device, by strategy, with a formula that needs no model.
 
-It is for decoders: an embedding, L repeated blocks of width D and an output layer, trained with parameters kept in
-float32, as Lightning's mixed precision keeps them. docs/planning.md has it term by term. A device holds its share of
-parameters, gradients and optimizer states all the time; on top comes, for a while, what a :class:`Moment` counts, and
-the peak is what is held and the fullest of the moments. With c bytes an element of the compute dtype, 4 or 2, and T
-tokens a device, a block keeps (14 c + 8) T D for its backward pass.
+The formula is for decoders: an embedding, L repeated blocks of width D and an output layer, trained with parameters in
+float32, as Lightning's mixed precision keeps them. docs/planning.md has all its terms. A device always holds its share
+of parameters, gradients and optimizer states. On top comes, for some time, what a :class:`Moment` counts. The peak is
+the held memory plus the largest moment. With c bytes per element of the compute dtype, 4 or 2, and T tokens per device,
+a block keeps (14 c + 8) T D for its backward pass.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020),
 https://arxiv.org/abs/1910.02054, for what is sharded; Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -29,10 +29,10 @@ _MOST_DEVICES = 1_000_000
 
 
 def memory_per_device(strategy: Strategy, run: DecoderRun, devices: int) -> DeviceMemory:
-    """The memory of a training step on the fullest of ``devices``, over all machines; only ``"accel_fsdp"`` shares it.
+    """Returns the memory of a training step on the fullest of ``devices`` (all machines). Only ``"accel_fsdp"`` shards.
 
     Raises:
-        ValueError: There is no such strategy, or no device.
+        ValueError: The strategy is unknown, or there is no device.
     """
     check_choice("strategy", strategy, get_args(Strategy))
     check_positive("devices", devices)
@@ -47,7 +47,7 @@ def memory_per_device(strategy: Strategy, run: DecoderRun, devices: int) -> Devi
 
 
 def least_devices(strategy: Strategy, run: DecoderRun, memory_bytes: int) -> int | None:
-    """The least number of devices on which a step of ``run`` needs at most ``memory_bytes`` each; None: no number."""
+    """Returns the fewest devices on which a step needs at most ``memory_bytes`` each; None if no number suffices."""
 
     def fits(devices: int) -> bool:
         return memory_per_device(strategy, run, devices).peak_bytes <= memory_bytes
@@ -57,7 +57,7 @@ def least_devices(strategy: Strategy, run: DecoderRun, memory_bytes: int) -> int
 
 
 def _whole_moments(run: DecoderRun) -> tuple[Moment, ...]:
-    """What comes and goes where every device has the whole model."""
+    """Returns the temporary memory if every device has the whole model."""
     kept = _activations(run)
     stored = kept.block_bytes * run.decoder.layers
     copies = 0 if run.compute_bytes == 4 else run.compute_bytes * run.decoder.multiplied_params
@@ -68,10 +68,10 @@ def _whole_moments(run: DecoderRun) -> tuple[Moment, ...]:
 
 
 def _sharded_moments(run: DecoderRun, devices: int) -> tuple[Moment, ...]:
-    """What comes and goes where FSDP2 gathers one block after another, in the compute dtype.
+    """Returns the temporary memory if FSDP2 gathers one block after another, in the compute dtype.
 
-    The buffer that a block was gathered in lives until the next one is copied out of its own. Its gradients are reduced
-    in a float32 buffer, which is given back a block later. The root, embedding and output layer, stays gathered.
+    The buffer of a gathered block lives until the next block is copied out of its own buffer. Gradients of a block are
+    reduced in a float32 buffer that is freed one block later. The root (embedding and output layer) stays gathered.
     """
     kept = _activations(run)
     decoder, c = run.decoder, run.compute_bytes
@@ -93,16 +93,16 @@ def _sharded_moments(run: DecoderRun, devices: int) -> tuple[Moment, ...]:
 
 
 def _activations(run: DecoderRun) -> _Activations:
-    """What activations need; zero where no batch is given."""
+    """Returns the memory of activations; zero if no batch is given."""
     if run.batch is None:
         return _Activations()
     batch, c = run.batch, run.compute_bytes
     values = batch.tokens * run.decoder.width
     scores = batch.scores if batch.attention == "plain" else 0
-    # Autocast runs softmax in float32 on a GPU and casts its result, and both are kept.
+    # On a GPU autocast runs softmax in float32 and casts its result. Both are kept.
     whole = (14 * c + 8) * values + (4 if c == 4 else 4 + c) * scores
     kept = {"off": whole, "selective": (10 * c + 4) * values, "full": 4 * values}[run.checkpointing]
-    # Backward through softmax, when what the block did after attention is gone already.
+    # Backward through softmax, after everything behind attention has been freed.
     scores_work = 2 * c * scores - (9 * c + 4) * values
     return _Activations(
         block_bytes=kept,
@@ -114,11 +114,11 @@ def _activations(run: DecoderRun) -> _Activations:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one moment of a step needs beyond what is held all the time."""
+    """The memory that one moment of a step needs in addition to the held memory."""
 
     name: str
-    weights_bytes: int  # copies, gathered parameters, gradients on their way, the optimizer's intermediate results
-    activations_bytes: int  # what is kept for the backward pass, and what is computed right now
+    weights_bytes: int  # copies, gathered parameters, gradients in transit, intermediate results of the optimizer
+    activations_bytes: int  # kept for the backward pass, or being computed
 
     @property
     def total_bytes(self) -> int:
@@ -132,7 +132,7 @@ class DeviceMemory:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    moments: tuple[Moment, ...]  # what comes and goes, in the order of a step
+    moments: tuple[Moment, ...]  # temporary memory, in the order of a step
 
     @property
     def held_bytes(self) -> int:
@@ -149,9 +149,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Activations:
-    """What activations need."""
+    """The memory of activations."""
 
-    block_bytes: int = 0  # every block keeps this from its forward to its backward pass
-    work_bytes: int = 0  # in its backward pass a block has this on top: what it recomputes, and gradients
-    end_bytes: int = 0  # of that, what is left when all the block's parameters have their gradients
+    block_bytes: int = 0  # kept by every block from its forward to its backward pass
+    work_bytes: int = 0  # needed in addition in its backward pass: recomputed values and gradients
+    end_bytes: int = 0  # the part that remains when all the block's parameters have gradients
     loss_bytes: int = 0  # the loss, and the last norm

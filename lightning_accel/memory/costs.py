@@ -1,6 +1,6 @@
-"""What one call of a block needs: bytes kept for its backward pass, the most it needs on top, and its time.
+"""The cost of one call of a block: bytes kept for backward, temporary memory, and time.
 
-Measured, not modelled: the block runs, forward and backward, on copies of its real arguments, once a policy.
+Costs are measured, not modelled: the block runs forward and backward on copies of its real arguments, once per policy.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from lightning_accel.memory.recompute import keeps_statistics, recomputed
 from lightning_accel.memory.saved_tensors import saving, sparing
 
 Policy = Literal["keep", "selective", "full", "offload", "full+offload"]
-"""What a block does with its activations: keep, recompute or offload them; the more, the later in this list."""
+"""What a block does with its activations: keep, recompute or offload. Later entries do more work."""
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 OFFLOADING: tuple[Policy, ...] = ("offload", "full+offload")
 _ON_DEVICE: dict[Policy, Policy] = {"offload": "keep", "full+offload": "full"}
 TIMED_RUNS = 3
-LEAST_EXTRA = 1.01  # how much longer than keeping all else takes at least
+LEAST_EXTRA = 1.01  # every other policy counts as at least this much slower than keeping
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """One policy for one call of a block."""
+    """The cost of one policy for one call of a block."""
 
-    kept_bytes: int  # held from its forward to its backward pass, arguments and results not counted
-    argument_bytes: int  # arguments that it holds likewise
-    forward_bytes: int  # the most on top of what was allocated before its forward pass
-    backward_bytes: int  # the most on top of what was allocated before its backward pass
+    kept_bytes: int  # kept from forward to backward, without arguments and results
+    argument_bytes: int  # arguments kept from forward to backward
+    forward_bytes: int  # peak above the level before its forward pass
+    backward_bytes: int  # peak above the level before its backward pass
     ms: float  # forward and backward together
 
     def scaled(self, factor: float) -> BlockCost:
-        """The cost of a call ``factor`` times as large."""
+        """Returns the cost of a call ``factor`` times as large."""
         sizes = {name: round(factor * value) for name, value in vars(self).items() if name != "ms"}
         return BlockCost(**sizes, ms=factor * self.ms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What is known of one call of a block."""
+    """The measured costs of one call of a block."""
 
-    by_policy: Mapping[Policy, BlockCost]  # for each policy that works here
-    argument_elements: int  # the size of its arguments, to tell larger batches by
-    saved_by_operator: Mapping[str, int]  # bytes that autograd saves when everything is kept, by what made them
+    by_policy: Mapping[Policy, BlockCost]  # the policies that work here
+    argument_elements: int  # size of its arguments, to recognise larger batches
+    saved_by_operator: Mapping[str, int]  # bytes that autograd saves if everything is kept, by operator
 
     def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, BlockCost]:
-        """The costs of one call, in proportion to its size; what it keeps includes arguments that only it holds."""
+        """Returns the costs of a call, in proportion to its size. Kept bytes include arguments that only it holds."""
         factor = elements / self.argument_elements if self.argument_elements else 1.0
         scaled = {policy: cost.scaled(factor) for policy, cost in self.by_policy.items()}
         costs = {
@@ -70,7 +70,7 @@ class BlockCosts:
         }
         if not torch.are_deterministic_algorithms_enabled():
             return costs
-        # A time that no clock has a part in: the more a policy does, and the more there is to do.
+        # A deterministic substitute for the measured time: it grows with the work of the policy and with the size.
         return {
             policy: replace(cost, ms=POLICIES.index(policy) * scaled.get("keep", scaled[policy]).kept_bytes / 2**20)
             for policy, cost in costs.items()
@@ -85,9 +85,9 @@ def run_block(
     kwargs: dict[str, Any],
     offloader: Offloader | None = None,
 ) -> Any:
-    """Calls ``original(block, *args, **kwargs)`` by a policy."""
+    """Calls ``original(block, *args, **kwargs)`` with a policy."""
     if offloader is not None:
-        offloader.settle()  # of the blocks before
+        offloader.settle()  # copies of earlier blocks
         with saving(offloader, block) if policy in OFFLOADING else sparing(offloader):
             outputs = run_block(_ON_DEVICE.get(policy, policy), block, original, args, kwargs)
         if policy in OFFLOADING and offloader.is_exact:
@@ -100,7 +100,7 @@ def run_block(
 
 
 def kind_of(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Calls of the same kind cost the same: the same class, the same shapes of parameters and arguments."""
+    """Returns a key. Calls with the same key cost the same: same class, same shapes of parameters and arguments."""
 
     def described(tensor: Tensor) -> tuple[Any, ...]:
         strides = tensor.layout if storage_of(tensor) is None else tensor.stride()
@@ -123,10 +123,10 @@ def measure_block(
     meter: Meter,
     offloader: Offloader | None,
 ) -> BlockCosts:
-    """Runs the block by each policy that it can, and leaves no trace. One that raises is left out.
+    """Runs the block with each possible policy and restores its state. A policy that raises is left out.
 
     Raises:
-        MeterBusyError: Another profiler is at work.
+        MeterBusyError: Another profiler is active.
     """
 
     def following(policy: Policy) -> Call:
@@ -152,20 +152,20 @@ def measure_block(
 
 
 def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) -> dict[Policy, float]:
-    """Milliseconds, forward and backward: the least of a few runs, the policies in turns."""
+    """Returns milliseconds of forward and backward: the minimum of a few runs, with the policies in turns."""
     device = device_of(passes.module)
     calls = {policy: lambda run=run: nullcontext(passes.prepared(run, args, kwargs)) for policy, run in runs.items()}
     with isolated(passes.module):
         seconds = time_calls(calls, device, rounds=TIMED_RUNS)
     ms = {policy: 1e3 * min(each) for policy, each in seconds.items()}
-    # Whatever recomputes or moves does all that keeping does, and more: less time is the clock's noise, and must not
-    # make a roomy budget recompute.
+    # Recomputing and offloading do all the work of keeping, and more. A shorter time is noise, which must not make a
+    # large budget recompute.
     least = LEAST_EXTRA * ms.get("keep", 0.0)
     return {policy: took if policy == "keep" else max(took, least) for policy, took in ms.items()}
 
 
 def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, offloader: Offloader | None) -> BlockCost:
-    """One run, forward and backward. What is still alive of its arguments when forward has ended, the block holds."""
+    """Meters one forward and backward run. Arguments that are still alive after forward are held by the block."""
     leaves, inputs = passes.copies(args, kwargs)
     wanted = leaves + [p for p in passes.module.parameters() if p.requires_grad]
     arguments = WeakSet(storages_of(tensors_in(inputs)))
@@ -176,7 +176,7 @@ def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, of
             results = [t for t in tensors_in(run(*inputs[0], **inputs[1])) if t.requires_grad]
         del inputs
         if offloader is not None:
-            offloader.drain()  # as the blocks that follow give it time for
+            offloader.drain()  # in a step, later blocks leave time for this
         meter.mark("between")
         result_bytes, held_bytes = _bytes_of(storages_of(results).difference(arguments)), _bytes_of(arguments)
         gradients = [torch.ones_like(t) for t in results]
@@ -210,7 +210,7 @@ def _saved_by_operator(passes: Passes, run: Call, args: Any, kwargs: Any) -> dic
 
 
 class _Tally:
-    """Counts what autograd saves, by the operator that made it, and takes nothing."""
+    """Counts the bytes that autograd saves, by the operator that made them, and packs nothing."""
 
     def __init__(self) -> None:
         self.saved: Counter[str] = Counter()
@@ -223,13 +223,13 @@ class _Tally:
             self.saved[_maker(tensor)] += storage.nbytes()
 
 
-# They make no values of their own: what they look at did.
+# These operators compute no values of their own. Their input was made by another operator.
 _LOOKS = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Select", "Slice", "Split"}
 _LOOKS |= {"Unsqueeze", "Squeeze", "Unbind", "Alias", "AsStrided", "Clone", "ToCopy"}
 
 
 def _maker(tensor: Tensor) -> str:
-    """The operator that computed a tensor: ``"NativeLayerNormBackward0"`` → ``"native_layer_norm"``."""
+    """Returns the operator that computed a tensor: ``"NativeLayerNormBackward0"`` → ``"native_layer_norm"``."""
     node = tensor.grad_fn
     while node is not None and not hasattr(node, "variable"):
         name = node.name().partition("Backward")[0]

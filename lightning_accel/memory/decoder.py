@@ -1,4 +1,4 @@
-"""What the memory of a decoder's training depends on: its parameters, the batch, and how it is trained."""
+"""A decoder's parameters, batch and training settings, on which its memory depends."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def decoder_of(
     vocab: int = 0,
     tied_embeddings: bool = False,
 ) -> Decoder:
-    """The decoder of ``params`` parameters; what is not given of its shape is guessed.
+    """Returns the decoder of ``params`` parameters. Guesses the parts of its shape that are not given.
 
-    It gets as many layers as the nearest in size of the GPT-3 family, and the width that gives the blocks 12 L D²
-    parameters, as they have in that family.
+    The number of layers is that of the GPT-3 model nearest in size. The width gives the blocks 12 L D² parameters, as
+    in that family.
 
     Raises:
         ValueError: A number is not positive, or the embedding alone has more parameters.
@@ -51,13 +51,13 @@ def check_positive(name: str, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The parameters of a decoder, and how they are spread over its parts."""
+    """The parameters of a decoder, and their distribution over its parts."""
 
-    params: int  # in all
+    params: int  # in total
     layers: int  # repeated blocks
-    width: int  # of the vectors that run between them
-    vocab: int = 0  # words of the embedding and the output layer; 0: they are not counted
-    tied_embeddings: bool = False  # whether both have one weight
+    width: int  # size of the vectors between blocks
+    vocab: int = 0  # rows of the embedding and the output layer; 0 to leave both out
+    tied_embeddings: bool = False  # whether both share one weight
 
     def __post_init__(self) -> None:
         for name in ("params", "layers", "width"):
@@ -85,18 +85,18 @@ class Decoder:
 
     @property
     def multiplied_params(self) -> int:
-        """Of all weights but those that are only looked up."""
+        """The number of weights that are multiplied, not only looked up."""
         return self.params - (self.root_params - self.output_params)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one device computes on at a time."""
+    """The data that one device computes on at a time."""
 
     seq_len: int  # tokens in a sequence
     batch_size: int = 1  # sequences
-    heads: int = 1  # of attention; matters for "plain" only
-    attention: Attention = "fused"  # a kernel that never has all scores (flash attention); "plain": by hand
+    heads: int = 1  # attention heads; used for "plain" only
+    attention: Attention = "fused"  # "fused" never stores all scores (flash attention); "plain" does
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "heads"):
@@ -109,16 +109,16 @@ class Batch:
 
     @property
     def scores(self) -> int:
-        """Attention scores of a block."""
+        """The number of attention scores of a block."""
         return self.heads * self.batch_size * self.seq_len**2
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderRun:
-    """What is trained, and how."""
+    """The model that is trained, and the training settings."""
 
     decoder: Decoder
-    batch: Batch | None = None  # what one device computes on; None: activations are not counted
+    batch: Batch | None = None  # of one device; None to leave activations out
     precision: Precision = "bf16-mixed"  # of the computation; parameters are float32
     optimizer: Optimizer = "adamw"
     checkpointing: Checkpointing = "off"  # as AccelPlugin's gradient_checkpointing
@@ -130,5 +130,5 @@ class DecoderRun:
 
     @property
     def compute_bytes(self) -> int:
-        """Of an element of the compute dtype."""
+        """Bytes per element of the compute dtype."""
         return 4 if self.precision == "32-true" else 2

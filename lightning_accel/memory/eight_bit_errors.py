@@ -1,4 +1,4 @@
-"""How far moments in 8 bits, and an update of Adam by them, are from those in floats: measured in the run itself."""
+"""Measures during the run how much 8-bit moments, and Adam updates that use them, differ from float ones."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MEASURED_AT = frozenset(10**exponent for exponent in range(8))
 
 @dataclass
 class _Witness:
-    """A parameter whose moments were kept in floats for one step."""
+    """A parameter whose moments were also kept in floats for one step."""
 
     parameter: Tensor
     floats: Mapping[str, Tensor]
 
 
 class Errors:
-    """Measures at steps 1, 10, 100 and so on, and at the one after each: nothing is done at the others.
+    """Measures at steps 1, 10, 100 and so on, and at the step after each. Does nothing at other steps.
 
-    The moments: their relative errors, in the norm, when they are rounded, over all parameters. The update: what the
-    next step of one parameter is off by, its gradient being the same, because its moments were rounded between.
+    Moments: the relative error of rounding, in the norm, over all parameters. Update: the error of one parameter's next
+    update that is due to rounded moments, with the same gradient.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Errors:
         self._update: float | None = None
 
     def begin(self, step: int) -> None:
-        """Tells which step of the run now begins, from 1 on."""
+        """Announces the step of the run that begins, counted from 1."""
         self._is_rounding, self._is_updating = step in _MEASURED_AT, step - 1 in _MEASURED_AT
         if self._is_rounding:
             self._moments, self._witness, self._update = {}, None, None
@@ -49,7 +49,7 @@ class Errors:
         floats: Sequence[Mapping[str, Tensor]],
         group: Mapping[str, Any],
     ) -> None:
-        """Before a step of these parameters, whose moments were read from 8 bits."""
+        """Called before a step of these parameters, whose moments were read from 8 bits."""
         if not self._is_updating or self._witness is None or getattr(optimizer, "grad_scale", None) is not None:
             return
         for parameter, moments in zip(parameters, floats, strict=True):
@@ -60,7 +60,7 @@ class Errors:
     def after(
         self, parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]], floats: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """After the moments were rounded."""
+        """Called after the moments were rounded."""
         if not self._is_rounding:
             return
         for state, moments in zip(states, floats, strict=True):
@@ -73,7 +73,7 @@ class Errors:
             self._witness = _Witness(parameters[smallest], floats[smallest])
 
     def line(self, step: int) -> str | None:
-        """What was measured, once it is complete; None while there is nothing new."""
+        """Returns the new measurements in one line; None if there is nothing new."""
         if not self._is_updating or not self._moments:
             return None
         off = []
@@ -87,7 +87,7 @@ class Errors:
 
 
 def _update(moments: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Adam's direction, without the corrections of its bias, which are the same for both."""
+    """Returns Adam's direction, without the bias corrections, which are the same for both."""
     beta1, beta2 = group["betas"]
     first = moments["exp_avg"].float().lerp(gradient.float(), 1 - beta1)
     second = moments["exp_avg_sq"].float().lerp(gradient.float().square(), 1 - beta2)

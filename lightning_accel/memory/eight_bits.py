@@ -1,4 +1,4 @@
-"""Tensors in 8 bits by blocks of 256, as optimizer states are kept: torchao's codes, written in one pass.
+"""Tensors in 8 bits, in blocks of 256 elements, for optimizer states: torchao's codes, written in one pass.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), https://arxiv.org/abs/2110.02861.
 """
@@ -14,26 +14,26 @@ from lightning_accel.core.torchao import load
 
 BLOCK = 256
 LEAST_ELEMENTS = 4096
-"""Smaller tensors stay as they are, as the paper has it: there is nothing to gain."""
+"""Smaller tensors are not packed, as in the paper: they would save little."""
 
 MODULE = "torchao.optim.subclass_8bit"
 
 
 def is_possible(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind and size that is kept in 8 bits."""
+    """Returns whether the kind and size of a tensor allow 8 bits."""
     has_blocks = tensor.numel() >= LEAST_ELEMENTS and tensor.numel() % BLOCK == 0
     return has_blocks and tensor.layout == torch.strided and tensor.dtype in (torch.float32, torch.bfloat16)
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a value is in 8 bits."""
+    """Returns whether a value is stored in 8 bits."""
     return type(value).__name__ == "OptimState8bit"
 
 
 def zeros_like(tensor: Tensor, *, signed: bool) -> Any:
-    """Zeros in 8 bits, in the shape and on the device of ``tensor``, to unpack to its dtype.
+    """Returns 8-bit zeros with the shape, device and unpacked dtype of ``tensor``.
 
-    Where there cannot be negative values (not ``signed``), the others are twice as fine.
+    Without negative values (not ``signed``), the resolution is twice as fine.
     """
     return load(MODULE).OptimState8bit.zeros(tensor.shape, signed, BLOCK, tensor.device, tensor.dtype)
 
@@ -41,7 +41,7 @@ def zeros_like(tensor: Tensor, *, signed: bool) -> Any:
 def write(packed: Any, values: Tensor) -> None:
     """Rounds ``values`` to the nearest codes of ``packed``, block by block.
 
-    torchao's own ``copy_`` looks for each code in twenty passes, which are one where they are compiled.
+    torchao's own ``copy_`` needs twenty passes to find the codes, unless they are compiled into one.
     """
     blocks = values.float().reshape(-1, BLOCK)
     scale = blocks.abs().amax(dim=-1).clamp(min=1e-12)
@@ -52,13 +52,13 @@ def write(packed: Any, values: Tensor) -> None:
 
 
 def read(packed: Any, like: Tensor) -> Tensor:
-    """What ``packed`` holds, to its rounding, in the dtype and the strides of ``like``.
+    """Returns the rounded values of ``packed`` in the dtype and strides of ``like``.
 
-    Fused optimizers walk parameter and state by their addresses.
+    Fused optimizers go through parameter and state by memory address.
     """
     return torch.empty_like(like).copy_(packed.dequantize())
 
 
 def packed_bytes(packed: Any) -> int:
-    """What it takes: a byte an element, and four a block."""
+    """Returns the memory of ``packed``: one byte per element, four per block, and the code table."""
     return int(packed.codes.nbytes + packed.scale.nbytes + packed.qmap.nbytes)

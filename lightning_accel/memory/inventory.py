@@ -1,4 +1,4 @@
-"""What held the memory when there was none left, and which module asked for more."""
+"""Lists what held memory when it ran out, and which module asked for more."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lightning_accel.memory.meter import device_memory_bytes
 
 @dataclass(frozen=True)
 class Inventory:
-    """Who held how much."""
+    """The memory held on a device, by owner."""
 
     device: str
-    limit_bytes: int  # all that there is of its memory
-    asked_bytes: int | None  # what was asked for in vain; None where nobody said
-    fixed_bytes: int  # what every step holds: parameters, gradients, states of optimizers, buffers
-    rest_bytes: int  # what was held beside that and the batch: activations above all
-    held_bytes: int  # by this process, all in all
-    parts: dict[str, int]  # what the page lists, by name
+    limit_bytes: int  # total memory available to this process
+    asked_bytes: int | None  # the failed request; None if unknown
+    fixed_bytes: int  # held by every step: parameters, gradients, optimizer states, buffers
+    rest_bytes: int  # the rest without the batch, mostly activations
+    held_bytes: int  # by this process in total
+    parts: dict[str, int]  # the rows of the page, by name
 
     @property
     def wanted_bytes(self) -> int:
-        """What the step would have needed to come one allocation further."""
+        """The bytes with which the step would have got past the failed allocation."""
         return self.held_bytes + (self.asked_bytes or 0)
 
     def table(self) -> str:
-        """A line for each part, the largest first."""
+        """Returns one line for each part, the largest first."""
         width = max(map(len, self.parts))
         rows = sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
         return "\n".join(f"  {name:{width}}  {format_bytes(size):>12}" for name, size in rows if size)
@@ -48,7 +48,7 @@ class Inventory:
 def take_inventory(
     model: nn.Module, optimizers: Iterable[Optimizer], batch: Any, device: torch.device, error: BaseException
 ) -> Inventory:
-    """Counts what is held on ``device`` now; while the frames of ``error`` live, activations are among it."""
+    """Counts what ``device`` holds now. While the frames of ``error`` live, this includes activations."""
 
     def held(tensors: Iterable[Tensor | None]) -> int:
         return unique_bytes(t for t in tensors if t is not None and not is_lazy(t) and t.device.type == device.type)
@@ -88,7 +88,7 @@ def take_inventory(
 
 
 def limit_bytes(device: torch.device) -> int:
-    """What this process may hold of a device's memory; on a CPU of the machine's, the container's, or by ``ulimit``."""
+    """Returns how much of a device's memory this process may use. On a CPU: of machine, container or ``ulimit``."""
     whole = device_memory_bytes(device)
     if device.type == "cuda":
         return int(torch.cuda.get_per_process_memory_fraction(device) * whole)
@@ -96,7 +96,7 @@ def limit_bytes(device: torch.device) -> int:
 
 
 def has_limit_of_its_own() -> bool:
-    """Whether this process may take less memory than the machine or container has (``ulimit -v``, ``-d``)."""
+    """Returns whether ``ulimit -v`` or ``-d`` limits the memory of this process."""
     return bool(_own_limits())
 
 
@@ -110,9 +110,9 @@ def _own_limits() -> list[int]:
 
 
 def who_asked(error: BaseException, model: nn.Module) -> str:
-    """Where an error came from: the innermost modules of ``model``, and the line of the user's; empty: nobody's.
+    """Returns the origin of an error: the innermost modules of ``model`` and the user's line; empty if unknown.
 
-    What autograd's own threads and kernels do has no frames of Python's: of a backward pass no module is known.
+    Autograd's threads and kernels have no Python frames, so that in a backward pass no module is known.
     """
     names = {id(module): name for name, module in model.named_modules()}
     chain: list[str] = []

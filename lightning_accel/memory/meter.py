@@ -1,4 +1,4 @@
-"""Reads the allocator: how many bytes are allocated at marked moments of a step, and the most in between."""
+"""Reads how many bytes are allocated at marked moments of a step, and the peaks in between."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ START, END = "start", "end"
 
 
 class MeterBusyError(RuntimeError):
-    """Somebody else is profiling this thread, and only one can."""
+    """Another profiler is active on this thread, and only one can be."""
 
 
 @dataclass
 class MemoryInterval:
-    """From one mark to the next."""
+    """The time from one mark to the next."""
 
-    mark: Hashable  # that it begins with
+    mark: Hashable  # at its beginning
     level_bytes: int  # allocated at its beginning
-    peak_bytes: int  # the most that was allocated at one time within it
+    peak_bytes: int  # peak within it
 
 
 class Meter(ABC):
-    """Between :meth:`start` and :meth:`stop` the marks divide time into intervals."""
+    """Divides the time from :meth:`start` to :meth:`stop` into intervals, by marks."""
 
     @abstractmethod
     def start(self, alive: Iterable[Tensor] = ()) -> None:
-        """Begins, with the mark ``START``; ``alive`` is taken to be allocated now, where the allocator does not say.
+        """Begins with the mark ``START``. If the allocator cannot tell, ``alive`` tensors count as allocated now.
 
         Raises:
-            MeterBusyError: Another profiler is at work (on a CPU).
+            MeterBusyError: Another profiler is active (on a CPU).
         """
 
     @abstractmethod
@@ -54,25 +54,25 @@ class Meter(ABC):
 
     @abstractmethod
     def stop(self) -> list[MemoryInterval]:
-        """Ends, and returns the intervals in the order of time.
+        """Ends, and returns the intervals in order.
 
         Raises:
-            MeterBusyError: Another profiler began in the meantime, and this one gave way (on a CPU).
+            MeterBusyError: Another profiler began in the meantime, and this meter gave way (on a CPU).
         """
 
-    def abort(self) -> None:  # noqa: B027  # one of them has nothing to end
-        """Ends, if need be, without a result."""
+    def abort(self) -> None:  # noqa: B027  # only one meter has something to end
+        """Ends without a result, if it is running."""
 
 
 def meter_for(device: torch.device) -> Meter:
-    """The meter of the allocator that serves ``device``."""
+    """Returns the meter for the allocator of ``device``."""
     return _CudaMeter(device) if device.type == "cuda" else _ProfilerMeter()
 
 
 class _CudaMeter(Meter):
-    """The caching allocator's own counters: they follow the order in which the host allocates, with no synchronisation.
+    """Reads the caching allocator's own counters, which follow the host's allocations without synchronisation.
 
-    The peak is reset at every mark, so that `torch.cuda.max_memory_allocated()` forgets what was before.
+    Every mark resets the peak, so that `torch.cuda.max_memory_allocated()` forgets earlier values.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,24 +99,23 @@ class _CudaMeter(Meter):
 
 @dataclass(frozen=True)
 class _Freed:
-    """A mark in the midst of an interval: so many bytes are about to be freed, reported or not."""
+    """A mark inside an interval: ``size`` bytes are about to be freed, whether or not the profiler reports it."""
 
     size: int
 
 
 class _ProfilerMeter(Meter):
-    """The CPU's allocator counts nothing itself: the profiler reports each of its allocations, and each mark.
+    """Meters the CPU's allocator, which has no counters, by a profiler that reports allocations and marks.
 
-    It is autograd's first profiler, not `torch.profiler`: that takes a second to start, writes lines to the terminal,
-    and frees its traces in a way that now and then ends the process with a segmentation fault (`~MemoryTraceLogger`
-    in Kineto, torch 2.13).
+    This is autograd's first profiler, not `torch.profiler`. The latter takes a second to start, writes to the terminal,
+    and sometimes crashes the process when it frees its traces (`~MemoryTraceLogger` in Kineto, torch 2.13).
 
-    It does not report that memory is freed which was allocated while nobody profiled: the gradients, which the step
-    that is metered drops. Or it does, with the size of what it last saw allocated at the same address and never saw
-    freed (`ProfiledCPUMemoryReporter` in c10). So what is alive at the start is watched here, and a report of its end
-    is passed over.
+    The profiler does not report the freeing of memory that was allocated before it started, such as gradients that the
+    metered step drops. Or it reports the size of the last allocation at that address whose freeing it missed
+    (`ProfiledCPUMemoryReporter` in c10). So tensors that are alive at the start are watched here, and reports of their
+    freeing are ignored.
 
-    One profiler at a time is all there can be: when the user's begins, this one ends.
+    Only one profiler can be active: when the user's begins, this one ends.
     """
 
     _PREFIX = "lightning_accel.mark."
@@ -139,7 +138,7 @@ class _ProfilerMeter(Meter):
         del storages
         weak = weakref.ref(self)
         with ExitStack() as stack:
-            # What is garbage already must not be freed in the midst of what is metered: before, it does not count.
+            # Existing garbage must not be freed, and counted, during the metered step.
             if gc.isenabled():
                 gc.disable()
                 stack.callback(gc.enable)
@@ -157,7 +156,7 @@ class _ProfilerMeter(Meter):
         self._end()
 
     def __del__(self) -> None:
-        self._end()  # or nobody could profile after it
+        self._end()  # otherwise nobody could profile afterwards
 
     def _end(self) -> list[Any]:
         if not self._is_on:
@@ -192,13 +191,13 @@ class _ProfilerMeter(Meter):
         if self._gave_way:
             raise MeterBusyError("another profiler began")
         assert self._is_on
-        # By threads: this one, which began with our first mark, and where it computes (on a CPU also backward).
+        # Events are grouped by thread. Ours has the first mark, and on a CPU also computes the backward pass.
         threads = self._end()
         events = next(t for t in threads if any(event.name() == f"{self._PREFIX}0" for event in t))
         self._watched = []
         intervals: list[MemoryInterval] = []
         held = self._base_bytes
-        is_counted = False  # a free of which the profiler's own report would come next, if it has one
+        is_counted = False  # whether the next event may be the profiler's report of a free already counted
         for event in events:
             kind, name = event.kind(), event.name()
             if kind == "memory_alloc":
@@ -218,7 +217,7 @@ class _ProfilerMeter(Meter):
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """All the memory of ``device``; on a CPU that of the machine, or of the container where that is less."""
+    """Returns the memory of ``device``. On a CPU: of the machine, or of the container if that is less."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     total = int(psutil.virtual_memory().total)

@@ -1,4 +1,4 @@
-"""How bytes move between a device and the regions of a pool, beside the computation."""
+"""Copies bytes between a device and the regions of a pool, in parallel to the computation."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from lightning_accel.memory.buffers import Region
 
 @dataclass(eq=False)
 class Flight:
-    """A copy under way, which holds the memory at both its ends."""
+    """A running copy, which keeps the memory at both ends alive."""
 
-    number: int  # its place among the copies of its mover, which end in the order in which they start
+    number: int  # position among the copies of its mover, which end in order
     bytes: Tensor  # the end on the device: uint8, (n,)
-    region: Region  # the other end; its first n bytes
+    region: Region  # the other end, of which it uses the first n bytes
     outward: bool  # whether it leaves the device
-    stream: torch.cuda.Stream | None = None  # that computed when it was started; None on a CPU
+    stream: torch.cuda.Stream | None = None  # current when the copy was started; None on a CPU
     end: Any = None  # a stream's event, or a thread's future
-    is_over: Callable[[], bool] = lambda: False  # asked without waiting
+    is_over: Callable[[], bool] = lambda: False  # does not wait
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Where it comes from, and where it goes to."""
+        """Returns source and target."""
         stored = self.region.bytes[: self.bytes.numel()]
         return (self.bytes, stored) if self.outward else (stored, self.bytes)
 
 
 class Mover(ABC):
-    """Makes copies in the order in which they are asked for, one at a time, while the device computes.
+    """Makes copies one at a time, in the order of requests, while the device computes.
 
-    What computes waits for a copy by :meth:`land`, or because too many are under way; nothing waits for the device.
-    Call it from one thread at a time.
+    The computation waits for a copy in :meth:`land`, or if too many copies are running. Nothing waits for the device.
+    Call a mover from one thread at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,10 +51,10 @@ class Mover(ABC):
         self._numbers = itertools.count()
 
     def out(self, source: Tensor, region: Region, *, in_flight: int) -> None:
-        """Starts to copy ``source`` (uint8, ``(n,)``) into ``region``, and holds it until that has ended.
+        """Starts to copy ``source`` (uint8, ``(n,)``) into ``region``, and keeps it alive until the copy ends.
 
-        Up to ``in_flight`` outward copies are under way afterwards. What computes next comes after those before them,
-        so that it may have their memory.
+        At most ``in_flight`` outward copies are then unfinished. Computation started later comes after the older
+        copies, so that it can reuse their memory.
         """
         assert source.numel() <= region.size
         self._begin(source, region, outward=True)
@@ -67,27 +67,27 @@ class Mover(ABC):
         return self._begin(torch.empty(nbytes, dtype=torch.uint8, device=device), region, outward=False)
 
     def land(self, flight: Flight) -> Tensor:
-        """The bytes that a homeward copy brings, which what computes from here on may use."""
+        """Returns the bytes of a copy back to the device, for use by computation that starts from now on."""
         current = None if flight.stream is None else torch.cuda.current_stream(flight.bytes.device)
         self._wait(flight, current)
         if current is not None and current != flight.stream:
-            flight.bytes.record_stream(current)  # the allocator knows only of the stream that asked for it
-        while self._flights and self._flights[0].number <= flight.number:  # those before it are over, too
+            flight.bytes.record_stream(current)  # the allocator knows only the stream that allocated it
+        while self._flights and self._flights[0].number <= flight.number:  # earlier copies are over too
             self._release()
         return flight.bytes
 
     def settle(self) -> None:
-        """Lets go of what has arrived, without waiting for anything."""
+        """Releases what finished copies held, without waiting."""
         while self._flights and self._flights[0].is_over():
             self._release()
 
     def drain(self) -> None:
-        """Waits for the copies under way, and lets go of what they held."""
+        """Waits for the running copies and releases what they held."""
         while self._flights:
             self._release()
 
     def close(self) -> None:
-        """Sees the copies under way to their end, and lets go of everything."""
+        """Waits for the running copies and releases everything."""
         self.drain()
 
     def _begin(self, on_device: Tensor, region: Region, *, outward: bool) -> Flight:
@@ -105,14 +105,14 @@ class Mover(ABC):
 
     @abstractmethod
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
-        """Has ``stream`` (None: the caller) go on only after the copy. Raises what the copy raised."""
+        """Makes ``stream`` (None for the caller) continue only after the copy. Raises what the copy raised."""
 
 
 class StreamMover(Mover):
-    """Copies between a GPU and pinned memory on a stream of their own; all waiting is between streams.
+    """Copies between a GPU and pinned memory on a separate stream. Only streams wait, for each other.
 
-    Memory goes back to the allocator once the computing stream has been told to wait for the copy. No
-    ``record_stream``, which would keep it until the host, far ahead of the device, happens to see the copy's end.
+    Memory returns to the allocator after the computing stream was told to wait for the copy. ``record_stream`` would
+    keep it until the host, which runs far ahead, notices the end of the copy.
     """
 
     @override
@@ -120,12 +120,12 @@ class StreamMover(Mover):
         assert self._side is not None
         device = flight.bytes.device
         flight.stream = torch.cuda.current_stream(device)
-        self._side.wait_stream(flight.stream)  # that wrote these bytes, or used this memory before
+        self._side.wait_stream(flight.stream)  # it wrote these bytes, or used this memory before
         source, target = flight.ends()
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
         if flight.stream != torch.cuda.default_stream(device):
-            # It may be another stream's memory, which waiting on this one does not protect.
+            # Another stream may own the memory. Waiting on this stream does not protect that.
             flight.bytes.record_stream(self._side)
         flight.end = self._side.record_event()
         flight.is_over = flight.end.query
@@ -137,15 +137,15 @@ class StreamMover(Mover):
 
 
 class ThreadMover(Mover):
-    """Copies on a thread of its own: for memory of a CPU, and between any device and a file.
+    """Copies on a separate thread: for CPU memory, and between any device and a file.
 
-    A copy between a GPU and memory that is not pinned holds its caller up, which here is that thread.
+    A copy between a GPU and memory that is not pinned blocks its caller, which here is that thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # Its thread ends with it, closed or not.
-        # A thread begins on the first GPU: to leave a stream there would make a context on it.
+        # The thread ends with the mover, even if that is not closed.
+        # A thread starts on the first GPU. Leaving a stream context there would create a CUDA context on that GPU.
         begin = None if self._side is None else functools.partial(torch.cuda.set_device, self._side.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning-accel-offload", initializer=begin)
 
@@ -155,34 +155,34 @@ class ThreadMover(Mover):
         if self._side is not None:
             flight.stream = torch.cuda.current_stream(flight.bytes.device)
             ready = flight.stream.record_event()
-        # Weakly: whoever asked for the copy holds it until it is over. So no memory is ever freed on that thread, where
-        # a profiler of this one would not see it.
+        # A weak reference, since the caller holds the copy until it is over. So that thread never frees memory, which
+        # a profiler of this thread would not see.
         flight.end = self._thread.submit(_copy, weakref.ref(flight), ready, self._side)
         flight.is_over = flight.end.done
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:
-        # The copy has ended on the device, too, before its thread says so: no stream has anything left to wait for.
+        # The thread finishes only after the copy has ended on the device: no stream has to wait.
         error = flight.end.result()
         if error is not None:
             raise error
 
     @override
     def close(self) -> None:
-        self._thread.shutdown()  # with nobody there to raise what a copy raised
+        self._thread.shutdown()  # errors of copies are dropped: nobody is left to raise them to
         self._flights.clear()
 
 
 def _copy(
     reference: weakref.ref[Flight], ready: torch.cuda.Event | None, side: torch.cuda.Stream | None
 ) -> BaseException | None:
-    """Makes the copy, and returns what it raises."""
+    """Makes the copy. Returns the exception that it raises, or None."""
     flight = reference()
     assert flight is not None
     source, target = flight.ends()
     try:
         if side is None:
-            # Not copy_(), which would have all cores copy, and wait for those that the computation has just then.
+            # Not copy_(), which copies on all cores and waits for those that are computing.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
         else:
             assert ready is not None
@@ -192,5 +192,5 @@ def _copy(
                 side.synchronize()
         flight.region.pool.let_go(flight.region)
     except BaseException as error:
-        return error.with_traceback(None)  # which would hold the flight
+        return error.with_traceback(None)  # a traceback would keep the flight alive
     return None

@@ -1,7 +1,7 @@
-"""Saved tensors spend the time until their backward pass elsewhere: in the host's memory, or in a file.
+"""Moves saved tensors to host memory or a file until their backward pass.
 
-What leaves is a storage, once, however many saved tensors are views of it; what comes back is started ahead of the
-backward pass, which walks through the graph in about the order opposite to that in which tensors were saved.
+A storage is moved once, however many saved tensors are views of it. Copies back start ahead of the backward pass, which
+goes through the graph in roughly the reverse order of saving.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Regi
 from lightning_accel.memory.movers import Flight, Mover, StreamMover, ThreadMover
 from lightning_accel.memory.saved_tensors import Packed, counter_of, shares_counter
 
-# Of those saved before a tensor, so many are looked at for the next that are still needed.
+# How many tensors saved before one are searched for the next ones to prefetch.
 _LOOK_BACK = 100
-# Addresses that agree modulo this, agree in whatever a kernel asks about alignment.
+# Addresses that are equal modulo this meet the same alignment requirements of kernels.
 _ALIGNMENT = 512
 
 _GONE = (
@@ -35,35 +35,35 @@ _GONE = (
 
 @dataclass(frozen=True)
 class Offloading:
-    """Where saved tensors are moved to, and which."""
+    """Where saved tensors are moved to, and which of them."""
 
     to: Literal["host", "disk"]  # pinned memory of the host (plain memory where the device is a CPU), or a file
     min_bytes: int  # smaller tensors stay
-    folder: str | None = None  # where the file is made; None: the folder for temporary files
+    folder: str | None = None  # where the file is created; None for the folder of temporary files
 
 
 @dataclass(kw_only=True)
 class OffloadStats:
     """What an :class:`Offloader` has done so far."""
 
-    bytes_out: int = 0  # that left the device
-    bytes_in: int = 0  # that came back
-    tensors_out: int = 0  # storages, or parts of them, that left it
-    live_bytes: int = 0  # that buffers hold for graphs that are alive
-    total_bytes: int = 0  # that the pool of buffers has taken from the host, or from the disk
+    bytes_out: int = 0  # moved off the device
+    bytes_in: int = 0  # moved back
+    tensors_out: int = 0  # storages, or parts of them, moved off
+    live_bytes: int = 0  # held in buffers for living graphs
+    total_bytes: int = 0  # taken from the host or the disk by the pool
 
 
 class Offloader:
     """A saver that moves saved tensors off the device.
 
-    Buffers, the thread or stream that copies, and the file are made at first use, serve step after step, and last
+    Buffers, the copying thread or stream, and the file are created at first use, are reused in all steps, and last
     until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
     """
 
     def __init__(self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2) -> None:
-        # How many of the tensors saved just before one are on their way back when it is used; 0 needs the least memory.
+        # How many tensors saved just before the one in use are already copied back; 0 needs the least memory.
         self.prefetch_depth = prefetch_depth  # may be set between steps
-        self.complaints: list[str] = []  # why tensors stayed that were to move, each once; to be read and cleared
+        self.complaints: list[str] = []  # why tensors were not moved, each reason once; to be read and cleared
         self._device = device
         self._offloading = offloading
         self._closed = False
@@ -71,10 +71,10 @@ class Offloader:
         self._pool: Pool | None = None
         self._mover: Mover | None = None
         self._known: WeakKeyDictionary[torch.UntypedStorage, WeakSet[_Entry]] = WeakKeyDictionary()
-        self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()  # by their turn
+        self._live: WeakValueDictionary[int, _Entry] = WeakValueDictionary()  # by their number
         self._packed = 0
-        # Entries die whenever the collector pleases, in the midst of what is guarded by the lock: they only leave
-        # their buffers here.
+        # The garbage collector may delete entries at any time, even while the lock is held: they only leave their
+        # buffers here.
         self._left: deque[Region] = deque()
         self._lock = threading.RLock()
 
@@ -88,10 +88,10 @@ class Offloader:
             return replace(self._done, live_bytes=self._pool.live_bytes, total_bytes=self._pool.total_bytes)
 
     def pack(self, tensor: Tensor) -> Packed | None:
-        """Starts to move ``tensor``; None where it stays.
+        """Starts to move ``tensor``; None if the tensor stays.
 
         Raises:
-            OffloadingError: The disk is full. Everything is released; a later step starts anew.
+            OffloadingError: The disk is full. Everything is released; a later step starts again.
         """
         if self._closed:  # a copy of the model outlives the run
             return None
@@ -112,26 +112,26 @@ class Offloader:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what a block needs is not to depend on how far copies have come when the next one begins.
+        """Whether a block must wait for its copies, so that its memory does not depend on their progress.
 
-        On a CPU that is by chance; on a GPU streams keep the order, but where nothing may be ahead of time.
+        On a CPU the progress is random. On a GPU streams keep the order, but nothing may run ahead without prefetching.
         """
         return self._device.type == "cpu" or self.prefetch_depth == 0
 
     def settle(self) -> None:
-        """Lets go of tensors whose copies have ended, without waiting for any; :meth:`pack` does so too."""
+        """Releases tensors whose copies have ended, without waiting. :meth:`pack` does so too."""
         with self._lock:
             if self._mover is not None:
                 self._mover.settle()
 
     def drain(self) -> None:
-        """Sees the copies under way to their end, and lets go of all tensors that left."""
+        """Waits for the running copies and releases all tensors that were moved."""
         with self._lock:
             if self._mover is not None:
                 self._mover.drain()
 
     def close(self) -> None:
-        """Releases buffers, file, thread and stream. Graphs that are still alive lose what they saved here."""
+        """Releases buffers, file, thread and stream. Graphs that are still alive lose their offloaded tensors."""
         with self._lock:
             self._closed = True
             self._release()
@@ -139,13 +139,13 @@ class Offloader:
     # -- out ---------------------------------------------------------------------------------------------------
 
     def _entry(self, tensor: Tensor, nbytes: int) -> _Entry | None:
-        """The one that holds this tensor's part of its storage as it is now; a new one if there is none."""
+        """Returns the entry that holds the current version of this part of the storage, or a new one."""
         storage, version = tensor.untyped_storage(), version_of(tensor)
         known = self._known.setdefault(storage, WeakSet())
         start = int(tensor.storage_offset()) * tensor.element_size()
         end, size = start + nbytes, int(storage.nbytes())
         for entry in known:
-            # Pieces of one storage may each have a counter, at the same number.
+            # Parts of one storage may have separate version counters at the same number.
             is_within = entry.start <= start and end <= entry.end
             if is_within and entry.version == version and shares_counter(entry.counter, tensor):
                 return entry
@@ -173,7 +173,7 @@ class Offloader:
                 raise
             self._complain(f"{error} Until then the tensors stay on the device.")
             return None
-        # Enough of them to keep the copies going, where there is room for any.
+        # Enough to keep copies running, if prefetching allows any.
         in_flight = 1 if self.prefetch_depth == 0 else min(max(self.prefetch_depth, 2), 4)
         self._mover.out(_as_bytes(storage)[start : start + nbytes], region, in_flight=in_flight)
         self._done.bytes_out += nbytes
@@ -188,12 +188,12 @@ class Offloader:
     # -- and back ----------------------------------------------------------------------------------------------
 
     def bytes_of(self, entry: _Entry) -> tuple[Tensor, int]:
-        """Bytes on the device that ``entry`` stands for, and where in its storage they start."""
+        """Returns bytes on the device that contain ``entry``, and where in its storage they start."""
         with self._lock:
             self._collect()
             storage = entry.storage()
             if storage is not None and storage.nbytes() >= entry.end:
-                found = _as_bytes(storage), 0  # still on its way out, or held by somebody else: nothing to bring back
+                found = _as_bytes(storage), 0  # still being copied, or held by others: already here
             elif entry.region is None or self._mover is None:
                 raise OffloadingError(_GONE)
             else:
@@ -207,7 +207,7 @@ class Offloader:
             return found
 
     def _bring_back(self, entry: _Entry) -> Flight:
-        flight = entry.homeward  # which the collector may take from the entry at any time
+        flight = entry.homeward  # read once, since the collector may clear it at any time
         if flight is None:
             assert self._mover is not None
             assert entry.region is not None
@@ -223,12 +223,12 @@ class Offloader:
                 try:
                     self._bring_back(earlier)
                 except torch.OutOfMemoryError:
-                    return  # no room ahead of time: there may be when it is needed
+                    return  # no memory ahead of time; there may be when it is needed
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Returns the buffers of dead entries."""
+        """Returns the buffers of dead entries to the pool."""
         while self._left:
             region = self._left.popleft()
             if region.pool is self._pool:
@@ -237,7 +237,7 @@ class Offloader:
     def _release(self) -> None:
         for entry in list(self._live.values()):
             entry.region = None
-        self._known.clear()  # a graph that lives on must not lend what it has lost to the next one
+        self._known.clear()  # entries of living graphs are lost and must not be shared with new graphs
         self._left.clear()
         mover, self._mover = self._mover, None
         pool, self._pool = self._pool, None
@@ -248,7 +248,7 @@ class Offloader:
 
 
 class _Entry:
-    """Part of a storage, as it was at one version, away from the device. Its handles own it, and nothing else does."""
+    """Part of a storage, at one version, moved off the device. Only its handles own it."""
 
     def __init__(
         self, owner: Offloader, turn: int, tensor: Tensor, version: int, start: int, end: int, region: Region
@@ -290,7 +290,7 @@ class _OffloadHandle:
         self._end_waiting()
 
     def _end_waiting(self) -> None:
-        """After the last handle that is to be unpacked, the copy on the device goes."""
+        """Drops the copy on the device after the last handle was unpacked."""
         self._entry.waiting -= self._waits
         self._waits = False
         if self._entry.waiting == 0:
@@ -298,7 +298,7 @@ class _OffloadHandle:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last one in memory, which may be fewer than ``numel()`` and more."""
+    """Returns the number of elements from the first to the last in memory. It may differ from ``numel()``."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""The page that a run ends with when it has no memory for a step: who asked, what held it, and what would fit."""
+"""The report when a step has run out of memory: who asked, what held memory, and what would fit."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.memory.inventory import Inventory
 
 ROOM = 0.95
-"""What may be taken of a limit: allocators leave gaps."""
+"""The usable share of a limit, since allocators leave gaps."""
 
 SAME_WHERE = "the same gradients where the loss is a mean over samples and no batch norm trains"
-"""Of a batch in parts."""
+"""When gradients stay the same if a batch is split."""
 
 _MOST_PIECES = 64
 
 
 class StepMemoryError(RuntimeError):
-    """A step did not fit into memory, and could not be made to. What torch raised is its cause."""
+    """A step did not fit into memory and could not be made to fit. Its cause is torch's error."""
 
 
 class DeviceStepMemoryError(StepMemoryError, torch.OutOfMemoryError):
-    """The same on a GPU: whoever catches torch's own error catches it."""
+    """The error for a GPU. Code that catches torch's own error catches it."""
 
 
 class HostStepMemoryError(StepMemoryError, MemoryError):
-    """The same where Python or NumPy asked."""
+    """The error if Python or NumPy ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing that would need less memory."""
+    """One setting that would need less memory."""
 
     python: str  # the argument of the plugin
     yaml: str  # the same in YAML
-    keeps: float | None  # what is then left of the activations, as a share, about; None: unknown
+    keeps: float | None  # approximate share of activations that remains; None if unknown
     remark: str = ""
 
 
 def error_with(page: str, cause: BaseException) -> StepMemoryError:
-    """The error to end with: of the kind of its cause, and with its first line before all, by which others tell it."""
+    """Returns an error of the same kind as its cause. Its first line is that of the cause, which others search for."""
     if isinstance(cause, torch.OutOfMemoryError):
         return DeviceStepMemoryError(page)
     return HostStepMemoryError(page) if isinstance(cause, MemoryError) else StepMemoryError(page)
@@ -51,17 +51,17 @@ def error_with(page: str, cause: BaseException) -> StepMemoryError:
 
 def page(
     cause: BaseException,
-    headline: str,  # which step it was, and why the run cannot go on
-    asked: str,  # as who_asked() says it; may be empty
+    headline: str,  # which step failed, and why the run cannot go on
+    asked: str,  # the result of who_asked(); may be empty
     inventory: Inventory,
-    tried: Sequence[str],  # what was put on before, a line each
-    remedies: Sequence[Remedy],  # what the settings could still do, beginning with what costs the least time
-    batch_size: int | None,  # samples in the batch, where that can be told
-    accumulate: int | None,  # how many batches' gradients the run adds up; None where it does not train
+    tried: Sequence[str],  # what was already switched on, one line each
+    remedies: Sequence[Remedy],  # what settings could still do, the cheapest in time first
+    batch_size: int | None,  # samples in the batch; None if unknown
+    accumulate: int | None,  # over how many batches gradients are accumulated; None outside training
     *,
-    may_split: bool = False,  # whether the plugin could split the batch within the step, if it were asked to
+    may_split: bool = False,  # whether the plugin can split the batch within the step
 ) -> str:
-    """The whole page."""
+    """Returns the whole report."""
     first_line = str(cause).strip().split("\n")[0] or type(cause).__name__
     unknown = "  not known: autograd's engine does not say for which module it computes"
     held = f"What held it, of {format_bytes(inventory.limit_bytes)} on {inventory.device}:"
@@ -114,7 +114,7 @@ def _listed(
 
 
 def _pieces(inventory: Inventory, batch_size: int) -> int:
-    """Into how many pieces, a power of two, the batch has to be divided, as far as activations go by its size."""
+    """Returns into how many pieces, a power of two, the batch must be split, if activations grow with it."""
     room = max(1.0, ROOM * inventory.limit_bytes - inventory.fixed_bytes)
     needed = (inventory.rest_bytes + (inventory.asked_bytes or 0)) / room
     return min(1 << max(1, math.ceil(math.log2(max(1.0, needed)))), _MOST_PIECES, batch_size)

@@ -1,9 +1,9 @@
-"""Decides which saved tensors are packed: those that are sparse, whose memory it frees, and that are worth the time.
+"""Decides which saved tensors are packed: sparse ones whose memory is then freed and that are worth the time.
 
-A place is one save of the training step, told by its turn among the saves, by what computed the tensor, its dtype and
-its number of dimensions. The first steps pack whatever looks sparse, and measure; then every place has its verdict. A
-place taken for another, when the model takes another path, costs speed or memory and never a number: packing is exact.
-For the same reason each process decides for itself, and ranks need not agree.
+A place is one save of the training step. It is identified by its number among the saves, the operator that made the
+tensor, the dtype and the number of dimensions. The first steps pack everything that looks sparse, and measure; then
+each place gets a verdict. If the model takes another path, places may be confused. That costs speed or memory, but no
+accuracy, since packing is lossless. For the same reason each process decides alone, and ranks need not agree.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS,
 from lightning_accel.memory.saved_tensors import Packed
 
 MIN_BYTES = 64 << 10
-"""Smaller tensors are left alone: their bytes are not worth the calls."""
+"""Smaller tensors are not packed: they save too little for the calls."""
 
 SPARSE_ENOUGH, TOO_DENSE = 0.75, 0.9
-"""What a packed tensor may take, as a share of the original: by a sample at first sight, and counted later."""
+"""Limits of the packed size as a share of the original: estimated from a sample at first, counted later."""
 
 ALIVE = "also alive elsewhere"
 NO_ROOM = "without the memory to pack them in"
@@ -61,7 +61,7 @@ class Packer:
     # -- the life of a step --------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Called where a training step begins, before anything is saved."""
+        """Called at the beginning of a training step, before anything is saved."""
         self._timeline.steps_ended(1)
         self._step += 1
         self._turn = 0
@@ -70,19 +70,19 @@ class Packer:
             choose(packed, statistics.median(self._step_seconds), self._max_time_share)
 
     def end_step(self) -> None:
-        """Called when the forward pass, or all so far of it, is over: gives up places whose tensor is still there."""
+        """Called after the forward pass, or a part of it: gives up places whose tensor is still alive."""
         unsettled, self._unsettled = self._unsettled, []
         for place, storage in unsettled:
             if storage() is not None:
                 place.head.reason = ALIVE
 
     def abandon_step(self) -> None:
-        """Called instead of :meth:`end_step` after an error, whose traceback holds on to local variables."""
+        """Called instead of :meth:`end_step` after an error, whose traceback keeps local variables alive."""
         self._timeline.pause()
         self._unsettled.clear()
 
     def report(self) -> PackingReport:
-        """What packing does, as far as is known by now."""
+        """Returns what packing does, as far as is known now."""
         packed = [place for place in self._places.values() if place.is_packed]
         heads = [place for place in packed if place.leader is None]
         refused = Counter(p.reason for p in self._places.values() if p.leader is None and p.reason)
@@ -96,12 +96,12 @@ class Packer:
     # -- the life of a tensor ------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed | None:
-        """What to keep in place of a saved tensor; None to leave it alone."""
+        """Returns what to keep in place of a saved tensor; None to leave the tensor alone."""
         self._turn += 1
         if tensor.nbytes < self._min_bytes or tensor.device.type not in _DEVICES or tensor.numel() == 0:
             return None
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # counting what is not zero waits for the device, which a capture forbids
+            return None  # counting nonzeros waits for the device, which a capture forbids
         is_own = _is_own_result(tensor)
         seen = self._seen.get(tensor.untyped_storage())
         shared = seen.find(tensor, is_own) if seen is not None else None
@@ -151,19 +151,19 @@ class Packer:
 
 
 class _PackedHandle:
-    """A packed tensor, for all that saved it: it stays unpacked from the first of them to the last."""
+    """A packed tensor, shared by all who saved it. It stays unpacked from the first use to the last."""
 
     def __init__(self, packer: Packer, packed: OneBit | NonZeros, tensor: Tensor, is_own: bool) -> None:
         self.packed = packed
         self.saves = 1
-        self.spans: list[Span] = []  # what packing and unpacking took, on trial
+        self.spans: list[Span] = []  # times of packing and unpacking, during trials
         self._packer = packer
         self.identity = _identity(tensor, is_own)
         self._unpacks = 0
         self._unpacked: Tensor | None = None
 
     def unpack(self) -> Tensor:
-        self._packer.end_step()  # a backward pass within the step: what it frees must not pass for freed by packing
+        self._packer.end_step()  # in a backward pass within the step, frees must not be attributed to packing
         tensor = self._unpacked
         if tensor is None:
             span = Span(self.packed.layout.device) if self.spans else None
@@ -177,13 +177,13 @@ class _PackedHandle:
 
 
 def _identity(tensor: Tensor, is_own: bool) -> tuple[bool, int, int, Layout | None]:
-    """Of a storage's tensors, those alike in this have the same values now."""
+    """Returns a key. Tensors on one storage with equal keys have the same values now."""
     return is_own, version_of(tensor), int(tensor.storage_offset()), Layout.of(tensor)
 
 
 @dataclass(eq=False)
 class _Seen:
-    """What was packed of one storage in a step: by the ``leader`` first, and kept as long as a graph holds a handle."""
+    """What was packed of one storage in a step, first by the ``leader``. A handle lives as long as a graph holds it."""
 
     step: int
     leader: SavePlace
@@ -194,9 +194,9 @@ class _Seen:
         return next((handle for handle in self.handles if handle.identity == identity), None)
 
     def share_bits(self, packed: OneBit | NonZeros) -> int:
-        """Has it use bits that are there already, and returns the bytes that it takes beyond them.
+        """Makes ``packed`` share equal bits that exist already. Returns the bytes that it takes in addition.
 
-        A ReLU and the layer after it save one tensor; the bits of the one are nearly always those of the other.
+        A ReLU and the layer after it save one tensor, and their bits are nearly always equal.
         """
         if isinstance(packed, NonZeros):
             for bits in (handle.packed.bits for handle in self.handles):
@@ -231,7 +231,7 @@ def _encode(tensor: Tensor, place: SavePlace, is_own: bool) -> OneBit | NonZeros
 
 
 def _is_own_result(tensor: Tensor) -> bool:
-    """Whether this is a ReLU that saves its own result, of which it asks no more than where it is above zero."""
+    """Returns whether a ReLU is saving its own result, of which it only needs the positions above zero."""
     node = tensor.grad_fn
     is_relu = node is not None and node.name() == "ReluBackward0" and tensor.dtype in _RELU_DTYPES
     return is_relu and not has_saved_result(node)

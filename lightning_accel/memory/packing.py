@@ -1,7 +1,7 @@
-"""Lossless codecs for saved tensors: masks to one bit an element, sparse tensors to a bit mask and their other values.
+"""Lossless codecs for saved tensors: masks to one bit per element, sparse tensors to a bit mask and nonzero values.
 
-"Zero" means that all bits are zero: a negative zero is a value, and the payload of a NaN comes back. A tensor comes
-back with the same bits, dtype, device, shape and strides. Which tensors to pack is decided elsewhere.
+"Zero" means that all bits are zero: a negative zero is a value, and a NaN keeps its payload. A tensor is restored with
+the same bits, dtype, device, shape and strides. Other modules decide which tensors to pack.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PACKABLE = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
     )
 )
-"""The dtypes that can be packed: all that are real, and whole bytes."""
+"""The dtypes that can be packed: all real ones of whole bytes."""
 
 _RUNS, _RUN_LENGTH = 256, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor that fills its stretch of memory without gaps or overlaps is laid out."""
+    """The memory layout of a tensor without gaps or overlaps."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout | None:
-        """The layout of ``tensor``; None where it has gaps (a slice) or overlaps (an expanded view)."""
+        """Returns the layout of ``tensor``; None if it has gaps (a slice) or overlaps (an expanded view)."""
         expected = 1
         for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
             if size > 1 and stride != expected and tensor.numel() > 0:
@@ -47,13 +47,13 @@ class Layout:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
-        """A new tensor of this layout, its values not set."""
+        """Returns a new, uninitialised tensor of this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """A tensor of zeros and one other value, by its bit pattern ``word``, where a bit is set: (ceil(N / 8),) uint8."""
+    """A tensor of zeros and one other value: its bit pattern ``word`` where a bit is set, (ceil(N / 8),) uint8."""
 
     layout: Layout
     bits: Tensor
@@ -71,7 +71,7 @@ class OneBit:
 
 @dataclass(frozen=True, slots=True)
 class NonZeros:
-    """A sparse tensor: a bit for every element in the order of the memory, and the values that are not zero."""
+    """A sparse tensor: one bit per element, in memory order, and the nonzero values."""
 
     layout: Layout
     split: Split
@@ -92,14 +92,14 @@ class NonZeros:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What some thousand elements of a tensor are like."""
+    """Statistics of a few thousand elements of a tensor."""
 
-    density: float  # the share of them that is not zero, 0 to 1
-    word: int | None  # the bit pattern of all that are not zero, if it is the same one
+    density: float  # share of nonzero elements, 0 to 1
+    word: int | None  # the bit pattern of all nonzero elements; None if they differ
 
 
 def is_packable(tensor: Tensor) -> bool:
-    """Whether the functions of this module take ``tensor``: of a real dtype, without gaps or overlaps in memory."""
+    """Returns whether this module can pack ``tensor``: it has a real dtype and no gaps or overlaps in memory."""
     return tensor.dtype in PACKABLE and not tensor.is_neg() and Layout.of(tensor) is not None
 
 
@@ -109,16 +109,16 @@ def pack_bits(mask: Tensor) -> OneBit:
 
 
 def pack_above_zero(result: Tensor) -> OneBit:
-    """Keeps of a ReLU's result what its backward pass asks for: a tensor of 1 where the gradient passes, 0 elsewhere.
+    """Keeps what a ReLU's backward pass needs of its result: a tensor of 1 where the gradient passes, 0 elsewhere.
 
-    Torch stops the gradient where ``result <= 0``, and so lets it pass at NaN. For float64, float32 and both halves.
+    Torch stops the gradient where ``result <= 0``, so it passes at NaN. For float64, float32, float16 and bfloat16.
     """
     bits = mask_bits(_words(result), passes_relu(result.dtype))
     return OneBit(_layout(result), bits, word_of(1.0, result.dtype))
 
 
 def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
-    """Packs a tensor of zeros and one other bit pattern, as dropout's noise is on a CPU; None: it holds another too."""
+    """Packs a tensor of zeros and one other bit pattern, such as a CPU's dropout noise; None if it has more."""
     words = _words(tensor)
     bits = mask_bits(words, lambda words: words == word)
     if not torch.equal(bits, mask_bits(words, lambda words: words != 0)):
@@ -127,18 +127,18 @@ def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
 
 
 def pack_nonzeros(tensor: Tensor, max_bytes: float) -> NonZeros | None:
-    """Packs a tensor into a bit for every element and the values that are not zero; None above ``max_bytes``."""
+    """Packs a tensor as one bit per element and the nonzero values; None if this needs over ``max_bytes``."""
     values_bytes = max_bytes - (tensor.numel() + 7) // 8
     split = split_words(_words(tensor), int(values_bytes // tensor.element_size()))
     return None if split is None else NonZeros(_layout(tensor), split)
 
 
 def sample(tensor: Tensor) -> Sample:
-    """Looks at up to 4096 elements of one that has some, in short runs all over the memory. Waits for a GPU."""
+    """Examines up to 4096 elements, in short runs spread over the memory. Waits for a GPU."""
     words = _words(tensor)
     if len(words) > _RUNS * _RUN_LENGTH:
         last = len(words) - _RUN_LENGTH
-        # Steps by the golden section never fall in with the period of rows, channels or images.
+        # Steps by the golden ratio avoid the periods of rows, channels and images.
         starts = torch.arange(_RUNS, device=words.device) * int(0.6180339887 * last) % (last + 1)
         words = words[(starts[:, None] + torch.arange(_RUN_LENGTH, device=words.device)).view(-1)]
     others = words[words != 0]
@@ -153,5 +153,5 @@ def _layout(tensor: Tensor) -> Layout:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bit patterns of a dense tensor in the order of its memory, which they share: (N,)."""
+    """Returns the bit patterns of a dense tensor in memory order, sharing its memory: (N,)."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(WORDS[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""What is known about the places where a training step saves tensors, and which of them are worth their time."""
+"""The places where a training step saves tensors, and the choice of those worth packing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.clocks import Span
 
 MAX_TIME_SHARE = 0.1
-"""Packing and unpacking may add this share to the time that a step takes without them."""
+"""The largest share by which packing and unpacking may lengthen a step."""
 
 TRIALS = 3
-"""How often a place is packed and timed before it has its verdict; the median counts."""
+"""How often a place is packed and timed before its verdict. The median counts."""
 
 DENSE = "dense"
 SLOW = "not worth the time"
@@ -23,18 +23,18 @@ SLOW = "not worth the time"
 class SavePlace:
     """One save of a training step.
 
-    A storage is freed when all that is saved of it is packed, or not at all. So the first place of the step whose
-    tensor lies in it leads, and the leader's reason holds for its followers.
+    A storage is freed only if every saved part of it is packed. So the first place of the step whose tensor lies in the
+    storage leads, and the leader's reason also holds for its followers.
     """
 
-    word: int | None = None  # the one value beside zero that was found there, as a bit pattern
-    reason: str = ""  # why its tensor is left alone; empty: it is packed
-    leader: SavePlace | None = None  # if that is another one
+    word: int | None = None  # bit pattern of the only nonzero value found there
+    reason: str = ""  # why its tensor is left alone; empty if it is packed
+    leader: SavePlace | None = None  # None if it leads itself
     is_decided: bool = False  # whether its trials are over
-    before_bytes: int = 0  # of the storage; counted at the leader
-    after_bytes: int = 0  # of the packed tensor
-    overflows: int = 0  # how often a tensor turned out to be denser than its place promised
-    sightings: list[list[Span]] = field(default_factory=list)  # what packing and unpacking took, for every trial
+    before_bytes: int = 0  # of the storage; counted for the leader
+    after_bytes: int = 0  # size of the packed tensor
+    overflows: int = 0  # how often a tensor was denser than expected
+    sightings: list[list[Span]] = field(default_factory=list)  # times of packing and unpacking in each trial
 
     @property
     def head(self) -> SavePlace:
@@ -45,19 +45,19 @@ class SavePlace:
         return not (self.reason or self.head.reason)
 
     def seconds(self) -> float:
-        """What packing and unpacking take in a step; 0 without a trial."""
+        """Returns the seconds of packing and unpacking in a step; 0 without a trial."""
         trials = [sum(span.seconds() for span in sighting) for sighting in self.sightings]
         return statistics.median(trials) if trials else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingReport:
-    """What packing does to one training step, as last seen."""
+    """The effect of packing on one training step, as last seen."""
 
-    before_bytes: int  # of the storages that are packed and freed
-    after_bytes: int  # of what is kept instead
-    packed: int  # how many storages that is
-    left_alone: Mapping[str, int]  # why others are not packed → how many
+    before_bytes: int  # size of the storages that are packed and freed
+    after_bytes: int  # size of their replacements
+    packed: int  # number of storages
+    left_alone: Mapping[str, int]  # reason → number of tensors not packed
 
     def __str__(self) -> str:
         count = sum(self.left_alone.values())
@@ -71,10 +71,10 @@ class PackingReport:
 
 
 def choose(places: Iterable[SavePlace], step_seconds: float, max_time_share: float) -> None:
-    """Decides which places go on being packed: those that free the most bytes a second, while there is time.
+    """Decides which places stay packed: those that free the most bytes per second, within the time allowed.
 
-    That is ``max_time_share`` of what a step takes without packing. Places that have not had their trials take their
-    time and stay undecided.
+    That time is ``max_time_share`` of a step without packing. Places without finished trials use time and stay
+    undecided.
     """
     groups: dict[SavePlace, list[SavePlace]] = {}
     for place in places:

@@ -1,8 +1,8 @@
-"""The planner at work: it meters a few training steps, plans, meters the plan, mends it, and then stands aside.
+"""Plans memory during the first steps: meters steps, plans, meters the plan and corrects it, then stays passive.
 
-The first step runs with every block recomputed, as lean as can be without a plan, while each kind of block is measured
-by every policy (:mod:`~lightning_accel.memory.costs`). The next steps are metered: the peaks that the allocator shows
-make the problem (:mod:`~lightning_accel.memory.knapsack`), its answer runs, and is mended by what it shows in turn.
+In the first step every block recomputes, which needs little memory without a plan, and each kind of block is measured
+with every policy (:mod:`~lightning_accel.memory.costs`). The next steps are metered. Their peaks define the problem
+(:mod:`~lightning_accel.memory.knapsack`), whose solution runs and is corrected by its own peaks.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from lightning_accel.memory.saved_tensors import saving
 from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
 
 CONFIRMING_STEPS = 3
-# A step without an optimizer step is the middle of an accumulation; the one that ends it holds all gradients.
+# A step without an optimizer step is part of an accumulation. Its last step holds all gradients.
 MAX_WAITING_STEPS = 64
-MAX_STEPS = 2 + MAX_WAITING_STEPS * MAX_ROUNDS + CONFIRMING_STEPS + 1  # after which a plan is there, if it can be
-LEARNING_STEPS = 16  # in which a first block has to be called
-HEADROOM = 1.125  # a batch that outgrows the plan makes one for that much more, or growing batches would plan each time
-AGREEING_STEPS = 16  # how often several ranks ask whether rank 0 outgrew its plan
+MAX_STEPS = 2 + MAX_WAITING_STEPS * MAX_ROUNDS + CONFIRMING_STEPS + 1  # after these, planning has ended
+LEARNING_STEPS = 16  # a first block must be called in these
+HEADROOM = 1.125  # margin for growing batches, which would otherwise cause a new plan each time
+AGREEING_STEPS = 16  # how often ranks ask whether rank 0 outgrew its plan
 
 Phase = Literal["learning", "timing", "planning", "confirming", "settled"]
 
 
 @dataclass(frozen=True)
 class State:
-    """How far planning has come. What rank 0 has come to holds on all ranks."""
+    """The progress of planning. Rank 0's state holds on all ranks."""
 
     phase: Phase = "learning"  # what the next step is for
-    policies: Policies = field(default_factory=dict)  # what each block does in it; those not named recompute
-    offloads_rest: bool = False  # whether what is saved outside all blocks is too: only where nothing else fits
-    schedule: MemorySchedule | None = None  # what was decided
+    policies: Policies = field(default_factory=dict)  # policy of each block in it; other blocks recompute
+    offloads_rest: bool = False  # also outside of blocks: only if nothing else fits
+    schedule: MemorySchedule | None = None  # the decision
     gave_up: str = ""  # why nothing is planned, and every block recomputes
     error: str = ""  # why the run cannot go on
-    remark: str = ""  # what is to be said once
+    remark: str = ""  # a message to log once
 
 
 class Planner:
-    """Decides what each block of a model does, so that a training step allocates no more than a budget at one time."""
+    """Chooses a policy for each block of a model, so that a training step never allocates more than a budget."""
 
     def __init__(
         self,
@@ -70,32 +70,32 @@ class Planner:
         offloading: Offloading | None = None,
     ) -> None:
         self.state = State()
-        self.agree: Callable[[State], State] | None = None  # maps to what rank 0 has; None with one process
-        # One tensor at a time comes back ahead of its use: there is no room planned for more.
+        self.agree: Callable[[State], State] | None = None  # returns the state of rank 0; None with one process
+        # One tensor is prefetched at a time: the plan has no room for more.
         self.offloader = None if offloading is None else Offloader(device, offloading, prefetch_depth=1)
         self._model, self._blocks, self._budget, self._device = model, dict(blocks), budget_bytes, device
         self._offloading = offloading
         self._meter = meter_for(device)
         self._kinds: dict[Any, BlockCosts] = {}
         self._costs: dict[str, BlockCosts] = {}
-        self._unlearned: set[str] = set()  # somebody else was measuring when their turn came
+        self._unlearned: set[str] = set()  # not measured yet, because the meter was busy
         self._rounds = Rounds(budget_bytes, may_offload=offloading is not None)
         self._steps = self._waited = self._most_calls = 0
         self._busy = ""
         self._is_closed = False
-        # Of the step in progress:
+        # Of the current step:
         self._called: Counter[str] = Counter()
         self._elements: dict[BlockCall, int] = {}
         self._last_policies: Policies = {}
         self._recorder: StepRecorder | None = None
         self._window: Stopwatch | None = None  # around a step that is timed
-        self._shared_bytes: Mapping[BlockCall, int] = {}  # of the arguments
-        # Of those before:
+        self._shared_bytes: Mapping[BlockCall, int] = {}  # of arguments
+        # Of earlier steps:
         self._base_ms = 0.0  # of a step in which every block follows its leanest policy
         self._times: list[float] = []
         self._last: KnapsackProblem | None = None
         self._planned: dict[BlockCall, float] = {}  # elements of the arguments
-        self._outgrown: dict[BlockCall, int] = {}  # of those that were larger than planned, or not planned for
+        self._outgrown: dict[BlockCall, int] = {}  # larger than planned, or not planned
         self.optimizers = OptimizerWatch()
 
     # -- during a step -----------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ class Planner:
     def run(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a block by the policy that is planned for it."""
+        """Calls a block with its planned policy."""
         if self._is_closed:  # a copy of the model outlives the run
             return original(block, *args, **kwargs)
-        # A copy of the block, a trial of another technique, a recomputation of the user's own: not the step's calls.
+        # A copy of the block, a trial or a recomputation by the user is not a call of the step.
         if self._blocks.get(site) is not block or is_trial() or is_in_backward():
             policy = self._last_policies.get(site, "full")
             return run_block(policy, block, original, args, kwargs, self.offloader)
@@ -120,8 +120,8 @@ class Planner:
             self._outgrown[call] = max(elements, self._outgrown.get(call, 0))
             if self.agree is None:
                 self.learn(site, block, original, args, kwargs)
-        # Until there is a plan for larger calls, all recompute. But several ranks follow the same policies always: a
-        # block may wait for its like on the others.
+        # Until larger calls are planned, all blocks recompute. Several ranks must always use the same policies, since a
+        # block may wait for the same block on other ranks.
         is_lean = self._outgrown and self.agree is None
         policy = self._last_policies[site] = "full" if is_lean else self.state.policies.get(site, "full")
         run = partial(run_block, policy, block, original, args, kwargs, self.offloader)
@@ -132,7 +132,7 @@ class Planner:
     def learn(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Measures what each policy would cost this block, unless one of its kind was measured before."""
+        """Measures the cost of each policy for this block, unless a block of its kind has been measured."""
         kind = kind_of(block, args, kwargs)
         if kind not in self._kinds:
             self._unlearned.add(site)
@@ -148,7 +148,7 @@ class Planner:
             self._costs[site] = self._kinds[kind]
 
     def around_step(self) -> AbstractContextManager[None]:
-        """Offloads what is saved outside all blocks too, where that was decided."""
+        """Offloads tensors saved outside of blocks too, if that was decided."""
         if self.state.offloads_rest and self.offloader is not None and torch.is_grad_enabled():
             return saving(self.offloader, self._model)
         return nullcontext()
@@ -156,13 +156,13 @@ class Planner:
     # -- between steps -----------------------------------------------------------------------------------------
 
     def enter(self, *, is_training: bool) -> None:
-        """Tells that a step begins, and with it that the one before, its optimizer step included, has ended.
+        """Announces that a step begins, and that the previous one has ended, with its optimizer step.
 
         Raises:
             ValueError: The budget is less than any choice needs.
         """
         if not is_training and self._recorder is not None and not self.optimizers.has_stepped:
-            return  # in the midst of a step: its backward pass is still to come
+            return  # inside a step, before its backward pass
         self._end_window()
         if not is_training or self.state.gave_up:
             return
@@ -176,7 +176,7 @@ class Planner:
             self._begin_window()
 
     def close(self) -> None:
-        """Stops watching, and releases what was offloaded. Blocks then run as they are written."""
+        """Stops planning and releases offloaded data. Blocks then run as they are written."""
         self._is_closed = True
         self.optimizers.stop()
         if self._recorder is not None:
@@ -187,7 +187,7 @@ class Planner:
             self.offloader.close()
 
     def _advance(self) -> None:
-        """Makes what rank 0 has come to hold here. On every rank it is called, or not called, at the same steps."""
+        """Moves to the next state, with several ranks to rank 0's. All ranks call this at the same steps."""
         state = replace(self.state, remark="")
         if state.phase == "learning" and self._costs and not self._unlearned:
             state = replace(state, phase="timing", policies={site: leanest(c) for site, c in self._costs.items()})
@@ -245,15 +245,15 @@ class Planner:
                 return
             calls = [call for call in recorder.calls if self._is_known(call.site)]
             self._most_calls = max(self._most_calls, len(calls))
-            # One without an optimizer step holds less than the one that ends an accumulation; one that leaves blocks
-            # out, as stochastic depth does, less than one that calls them all.
+            # A step within an accumulation holds less than its last step. A step that skips blocks (stochastic depth)
+            # holds less than one that calls them all.
             is_whole = self.optimizers.has_stepped and len(calls) == self._most_calls
             if calls and (is_whole or self._waited >= MAX_WAITING_STEPS):
                 self._waited = 0
                 self._take_up(calls, intervals)
 
     def _take_up(self, calls: list[BlockCall], intervals: list[MemoryInterval]) -> None:
-        """Decides by what a metered step showed."""
+        """Updates the plan from a metered step."""
         policies = {site: self.state.policies.get(site, "full") for site in self._costs}
         chosen = {call: policies[call.site] for call in calls}
         costs = {call: self._costs_of(call, self._elements[call]) for call in calls}
@@ -276,11 +276,11 @@ class Planner:
         self.state = state
 
     def _grown(self, state: State) -> State:
-        """With a batch that outgrew the plan, one for batches of that size and an eighth more."""
+        """Returns a plan for batches one eighth larger if a batch outgrew the present plan."""
         if not self._outgrown or self._last is None:
             return state
         ratios = [size / self._planned[call] for call, size in self._outgrown.items() if self._planned.get(call)]
-        factor = HEADROOM * max(ratios) if ratios else 1.0  # a call that was never planned for is no larger batch
+        factor = HEADROOM * max(ratios) if ratios else 1.0  # a call that was not planned is not a larger batch
         self._planned = {call: size * factor for call, size in self._planned.items()}
         for call, size in self._outgrown.items():
             self._planned[call] = max(self._planned.get(call, 0.0), size * (HEADROOM if ratios else 1.0))
@@ -305,7 +305,7 @@ class Planner:
         return self._costs[call.site].of_call(elements, self._shared_bytes.get(call, 0))
 
     def _scheduled(self, problem: KnapsackProblem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
-        """The schedule in which each block follows its policy, and what it is predicted to need."""
+        """Returns the schedule in which each block follows its policy, with the predicted memory and time."""
         chosen = by_call(problem, policies)
         kept: Choice = dict.fromkeys(chosen, "keep")
         is_plain_known = all("keep" in stage.by_policy for stage in problem.stages)
@@ -326,7 +326,7 @@ class Planner:
         )
 
     def _step_ms(self, choice: Choice) -> float:
-        """The time of a step, by the clock, though in a deterministic run that decides nothing."""
+        """Returns the predicted milliseconds of a step. Deterministic runs report them, but decide nothing by them."""
         costs = [(self._costs[call.site], policy) for call, policy in choice.items()]
         extra = sum(cost.by_policy[policy].ms - cost.by_policy[leanest(cost)].ms for cost, policy in costs)
         return max(0.0, self._base_ms + extra)
@@ -341,7 +341,7 @@ class Planner:
         )
 
     def _is_known(self, site: str) -> bool:
-        """Whether it is measured what this block does now; one that is first called later on is no part of a plan."""
+        """Returns whether the current policy of this block was measured. Blocks first called later are not planned."""
         return site in self._costs and self.state.policies.get(site, "full") in self._costs[site].by_policy
 
     def _fixed(self) -> FixedMemory:

@@ -1,4 +1,4 @@
-"""Rounds of planning: policies are proposed, metered, and mended by what the meter showed, until they fit."""
+"""Rounds of planning: policies are proposed, metered and corrected until they fit."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from lightning_accel.memory.costs import POLICIES, BlockCosts, Policy
 from lightning_accel.memory.knapsack import KnapsackProblem
 from lightning_accel.memory.recorder import BlockCall
 
-SLACK = 0.01  # left free: no two steps allocate quite the same
+SLACK = 0.01  # share left free, since steps differ a little
 MAX_ROUNDS = 6
 
 Policies = dict[str, Policy]
-"""Site → what the block there does."""
+"""Site → the policy of its block."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to run next."""
+    """The policies to run next."""
 
     policies: Policies
-    is_final: bool  # whether that is the answer, measured to fit
-    least_bytes: int | None = None  # the least budget that has an answer, where none was found; the rest says nothing
+    is_final: bool  # whether this is the answer, measured to fit
+    least_bytes: int | None = None  # if none was found: the least budget with an answer
 
 
 class Rounds:
-    """The search for policies that are measured to keep to a budget, and of those the fastest."""
+    """Searches for the fastest policies whose measured peak keeps to a budget."""
 
     def __init__(self, budget_bytes: int, *, may_offload: bool) -> None:
-        self.measured_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # the peak with some policies
-        self.predicted_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # likewise, before they ran
-        self.offloads_rest = False  # whether what is saved outside all blocks is to be offloaded too
+        self.measured_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # policies → measured peak
+        self.predicted_bytes: dict[frozenset[tuple[str, Policy]], int] = {}  # policies → predicted peak
+        self.offloads_rest = False  # whether tensors saved outside of blocks are offloaded too
         self._budget = budget_bytes
         self._may_offload = may_offload
 
     def next(
         self, problem: KnapsackProblem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]
     ) -> Proposal:
-        """What to run next, now that a step with these ``policies`` was metered, and showed ``problem``."""
+        """Returns what to run next, after a step with ``policies`` was metered and gave ``problem``."""
         self.measured_bytes[frozenset(policies.items())] = peak_bytes
         target = self._budget * (1 - SLACK)
         while True:
@@ -54,17 +54,17 @@ class Rounds:
                 return Proposal(fastest, is_final=True)
             if self._may_offload and not self.offloads_rest:
                 self.offloads_rest = True
-                self.measured_bytes.clear()  # none of it fitted
+                self.measured_bytes.clear()  # none of them fitted
                 smallest = {site: _smallest(of_block) for site, of_block in costs.items()}
                 return Proposal(smallest, is_final=False)
             if found is None or rounds_left <= 0:
                 least = min(*(variant.least() for variant in _variants(problem)), *self.measured_bytes.values())
                 return Proposal(policies, is_final=True, least_bytes=least)
-            target *= 1 - SLACK  # predicted to fit, and measured not to
+            target *= 1 - SLACK  # predicted to fit, but measured above the budget
 
 
 def solve(problem: KnapsackProblem, budget: int) -> Policies | None:
-    """The fastest choice within ``budget`` bytes, with one policy for all calls of a site; None when there is none."""
+    """Returns the fastest choice within ``budget`` bytes, with one policy per site; None if there is none."""
     found = [answer for variant in _variants(problem) if (answer := variant.solve(budget)) is not None]
     if not found:
         return None
@@ -72,7 +72,7 @@ def solve(problem: KnapsackProblem, budget: int) -> Policies | None:
 
 
 def leanest(costs: BlockCosts) -> Policy:
-    """What a block does while nothing is planned."""
+    """Returns the policy of a block without a plan."""
     return "full" if "full" in costs.by_policy else _smallest(costs)
 
 
@@ -81,16 +81,16 @@ def by_call(problem: KnapsackProblem, policies: Policies) -> dict[BlockCall, Pol
 
 
 def _smallest(costs: BlockCosts) -> Policy:
-    """What holds least from forward to backward, to a page, and of those the one that needs least then."""
+    """Returns the policy that keeps the fewest bytes, to a page, and among equals needs the least in backward."""
     found = costs.by_policy
     return min(found, key=lambda policy: (found[policy].kept_bytes >> 12, found[policy].backward_bytes))
 
 
 def _variants(problem: KnapsackProblem) -> list[KnapsackProblem]:
-    """The problem, once for each choice for the sites that are called more than once, each with one policy for all.
+    """Returns the problem once for each choice for sites that are called more than once, each with one policy.
 
-    Of those sites the first few have one policy and the rest another, which is what the best choice comes to for equal
-    blocks; all there is to choose would be too many.
+    Of those sites the first few have one policy and the rest another, which is the form of the best choice for equal
+    blocks. All combinations would be too many.
     """
     shared = list(dict.fromkeys(stage.call.site for stage in problem.stages if stage.call.index))
     stages = [stage for stage in problem.stages if stage.call.site in shared]

@@ -1,4 +1,4 @@
-"""Whether a step may run out of memory, as far as that can be told for nearly nothing."""
+"""Estimates at nearly no cost whether a step may run out of memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
 from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
 
 _TIGHT = 0.7
-"""A peak of this share of the memory is too near to its end for a step without a net."""
+"""A peak above this share of the memory is too close to the limit for a step without a safety net."""
 
 _FIRST_STEPS = 3
 _LOOK_EVERY = 64  # steps
-_LATEST = 16  # steps that tell how long one takes
+_LATEST = 16  # steps whose times are used
 
 
 class Pressure:
-    """Looks at the peak of a device's memory now and then, and at the size of every batch."""
+    """Checks the peak of a device's memory from time to time, and the size of every batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,7 +32,7 @@ class Pressure:
         self._is_tight = device.type not in ("cpu", "cuda") or (device.type == "cpu" and has_limit_of_its_own())
 
     def may_run_out(self, given: Any) -> bool:
-        """Whether the next step, with what it is given, may need more memory than there is."""
+        """Returns whether the next step, with this input, may need more memory than there is."""
         self._steps += 1
         if self._is_tight:
             return True
@@ -46,7 +46,7 @@ class Pressure:
 
 
 def _elements(given: Any) -> int:
-    """Of the first tensor in what a step is given, which grows with the others: this is asked at every step."""
+    """Returns the size of the first tensor of a step's input, as a fast indicator: this runs at every step."""
     while not isinstance(given, Tensor):
         if isinstance(given, Mapping):
             given = [*given.values()]
@@ -57,7 +57,7 @@ def _elements(given: Any) -> int:
 
 
 class Toll:
-    """What an answer to a lack of a device's memory costs: peaks and times of the steps before and after it."""
+    """Measures the cost of a remedy for lack of memory: peaks and times of the steps before and after it."""
 
     def __init__(self, device: torch.device, timeline: StepTimeline) -> None:
         self._peak = PeakMemory(device)
@@ -65,10 +65,10 @@ class Toll:
         self._timeline, self._listens = timeline, False
         self._before_s: float | None = None
         self._before_bytes = 0
-        self._left: int | None = None  # steps until the toll is known; None if nobody asks
+        self._left: int | None = None  # steps until the cost is known; None if nobody asks
 
     def step_begins(self) -> bool:
-        """Ends the step before; returns whether the toll has become known."""
+        """Ends the previous step. Returns whether the cost has become known."""
         if not self._listens:
             self._listens = True
             self._timeline.listeners.append(self._took)
@@ -77,17 +77,17 @@ class Toll:
         if self._left is None:
             return False
         self._left -= 1
-        if self._left == _LATEST:  # the steps before tried something
+        if self._left == _LATEST:  # earlier steps included trials
             self._times.clear()
             self._peak.restart()
         return self._left == 0
 
     def interrupt(self) -> None:
-        """Tells that the time until the next step is not a step's."""
+        """Excludes the time until the next step."""
         self._timeline.pause()
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         self._listens = False
         self._timeline.forget(self._took)
         self._timeline.release(self)
@@ -96,7 +96,7 @@ class Toll:
         self._times.append(step.cycle_ms / 1e3)
 
     def ask(self, before_bytes: int) -> None:
-        """Begins to find out what comes after an answer, of which the step needed ``before_bytes`` at least."""
+        """Starts to measure a remedy. Before it, the step needed at least ``before_bytes``."""
         if self._left is None:
             self._before_s = statistics.median(self._times) if len(self._times) >= _FIRST_STEPS else None
             self._before_bytes = before_bytes
@@ -104,7 +104,7 @@ class Toll:
         self._timeline.pause()
 
     def known(self) -> tuple[int, int | None, float | None] | None:
-        """Peak before, peak after, and how many times as long a step takes, as far as known; None if nobody asked."""
+        """Returns peak before, peak after and the ratio of step times, as far as known; None without :meth:`ask`."""
         if self._left is None:
             return None
         has_after = self._left < _LATEST and len(self._times) > 0

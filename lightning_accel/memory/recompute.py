@@ -1,4 +1,4 @@
-"""Recomputation of one call: its activations are forgotten, and computed again in the backward pass.
+"""Recomputation (activation checkpointing) of one call: its activations are dropped and recomputed in backward.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), https://arxiv.org/abs/1604.06174. The selective
 mode keeps what is expensive to recompute, as in Korthikanti et al. (2022), https://arxiv.org/abs/2205.05198.
@@ -33,8 +33,8 @@ NORMS = (
 _COMPUTE_BOUND = (*CONVOLUTIONS, nn.Linear, nn.Bilinear)
 
 
-# What is kept of a call goes through the hooks for saved tensors around it, as it will by default after torch 2.15: it
-# is packed or offloaded as all is that autograd keeps. Before 2.15 it passes them by, and nothing else can be had.
+# Makes kept results pass through the surrounding saved-tensor hooks, so that they are packed or offloaded like all that
+# autograd saves. This will be the default after torch 2.15. Before 2.15 torch cannot do it.
 _THROUGH_HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -46,7 +46,7 @@ Run = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
 
 
 def trained_patch(site: str, change: str, module: nn.Module, run: Run) -> MethodPatch:
-    """The edit that has ``run`` call a module's forward wherever there are gradients."""
+    """Returns an edit that calls a module's forward through ``run`` whenever gradients are enabled."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def trained_patch(site: str, change: str, module: nn.Module, run: Run) -> Method
                 return original(self, *args, **kwargs)
             return run(self, original, args, kwargs)
 
-        forward.is_checkpointed = True  # type: ignore[attr-defined]  # for whoever would do it again
+        forward.is_checkpointed = True  # type: ignore[attr-defined]  # prevents a second checkpoint
         return forward
 
     return MethodPatch(site, change, module, "forward", wrap)
@@ -69,16 +69,17 @@ def recomputed(
     *,
     has_statistics: bool,
 ) -> Any:
-    """Calls ``original(block, *args, **kwargs)`` so that it recomputes itself: with the random state of the first time.
+    """Calls ``original(block, *args, **kwargs)``, recomputed in backward with the random state of the first call.
 
-    ``"full"`` keeps the arguments only, ``"selective"`` also what matrix products, convolutions and attention computed;
-    a long sequence of layers it recomputes piece by piece: what one brings back is gone before the next. A second run
-    must not move again what a block ``has_statistics`` of (:func:`keeps_statistics`).
+    ``"full"`` keeps only the arguments; ``"selective"`` also the results of matrix products, convolutions and
+    attention. In selective mode a long sequence of layers is recomputed piece by piece, so that one piece is freed
+    before the next. If the block ``has_statistics`` (:func:`keeps_statistics`), a second run must not update them
+    again.
     """
     is_sequence = original is nn.Sequential.forward and len(args) == 1 and not kwargs
     pieces = pieces_of(block) if mode == "selective" and is_sequence else []
     if not pieces:
-        # Bound by partial: checkpoint() would take a block's own argument named, say, `debug` for one of its own.
+        # partial() binds the arguments: checkpoint() would take an argument named `debug`, say, for its own.
         return _whole(functools.partial(original, block, **kwargs), args, mode, block if has_statistics else None)
     x = args[0]
     for piece in pieces:
@@ -91,22 +92,22 @@ def recomputed(
 
 
 def _whole(function: Callable[..., Any], args: tuple[Any, ...], mode: Recomputation, frozen: nn.Module | None) -> Any:
-    """Recomputes ``function`` as one; the running statistics of ``frozen`` stay."""
+    """Recomputes ``function`` as a whole. The running statistics of ``frozen`` stay."""
     context_fn = _context_fn(mode, frozen)
     if context_fn is None:
         return checkpoint(function, *args, use_reentrant=False)
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
-    # Selective recomputation counts operators: it must not meet a cast that the first time found in the cache.
+    # Selective recomputation counts operators, so the first run must not skip casts that are in the cache.
     with no_cast_cache():
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **_THROUGH_HOOKS)
 
 
 def pieces_of(block: nn.Module) -> list[list[nn.Module]]:
-    """Runs of consecutive layers that end in a matrix product or convolution; empty where ``block`` has but one.
+    """Splits layers after each matrix product or convolution; empty if ``block`` has only one of them.
 
-    Each is to be recomputed whole. All it then keeps is what entered it, the product of the piece before; its own
-    product, the last thing in it, nothing asks for again, and recomputation stops short of it.
+    Each piece is recomputed as a whole. It then keeps only its input, the product of the piece before. Its own product
+    comes last and is not needed again, so recomputation stops before it.
     """
     if type(block) is not nn.Sequential or any(True for child in block for _ in child.children()):
         return []
@@ -128,7 +129,7 @@ def _run_layers(layers: Sequence[nn.Module], x: Any) -> Any:
 
 def _context_fn(mode: Recomputation, frozen: nn.Module | None) -> Callable[[], Contexts] | None:
     selective = functools.partial(create_selective_checkpoint_contexts, _policy) if mode == "selective" else None
-    # A compiled graph is walked once, holds each update of the statistics once, and cannot trace a context of ours.
+    # A compiled graph runs once, updates statistics once, and cannot trace our context.
     if torch.compiler.is_compiling() or (selective is None and frozen is None):
         return selective
 
@@ -140,10 +141,11 @@ def _context_fn(mode: Recomputation, frozen: nn.Module | None) -> Callable[[], C
 
 
 class _Again(AbstractContextManager[None]):
-    """Around every recomputation of a call: there is one for each backward pass through a retained graph.
+    """Entered at every recomputation of a call. There is one for each backward pass through a retained graph.
 
-    What was kept (``cached``) is given back to the first of them, and then gone: a second one computes it all. Torch's
-    own context refuses a second backward pass, which plain training allows. Running statistics of ``frozen`` stay.
+    Kept results (``cached``) are used by the first recomputation and then gone; a second one recomputes everything.
+    Torch's own context refuses a second backward pass, which plain training allows. Running statistics of ``frozen``
+    stay.
     """
 
     def __init__(self, cached: AbstractContextManager[Any], frozen: nn.Module | None) -> None:
@@ -167,7 +169,7 @@ class _Again(AbstractContextManager[None]):
 
 @contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """With a momentum of zero running statistics stay, and autograd saves as many tensors as the first time."""
+    """Keeps running statistics by a momentum of zero, so that autograd saves the same number of tensors."""
     norms = [m for m in block.modules() if isinstance(m, NORMS) and m.training and m.track_running_stats]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm, _, count in before:
@@ -187,16 +189,16 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 @functools.cache
 def _is_compute_bound(operator: Any) -> bool:
-    """Whether it is one of aten's matrix products (mm, bmm, addmm …), convolutions, or fused attention."""
+    """Returns whether it is an aten matrix product (mm, bmm, addmm …), convolution or fused attention."""
     namespace, _, name = operator.name().partition("::")
     name = name.partition(".")[0]
     return namespace == "aten" and (name.endswith("mm") or name == "convolution" or "attention" in name)
 
 
 def _makes_scores(operator: Any, args: Any) -> bool:
-    """Whether a batched product gives more than it is given, as queries by keys do: (B, T, d) by (B, d, T) → (B, T, T).
+    """Returns whether a batched product is larger than its inputs, as scores are: (B, T, d) by (B, d, T) → (B, T, T).
 
-    Attention's scores are most of what a block holds, and a small part of its arithmetic (Korthikanti et al.).
+    Attention scores are most of what a block holds, and a small part of its arithmetic (Korthikanti et al.).
     """
     if operator is not torch.ops.aten.bmm.default:
         return False
@@ -205,5 +207,5 @@ def _makes_scores(operator: Any, args: Any) -> bool:
 
 
 def keeps_statistics(block: nn.Module) -> bool:
-    """Whether a training pass through ``block`` moves running statistics."""
+    """Returns whether a training pass through ``block`` updates running statistics."""
     return any(isinstance(m, NORMS) and m.track_running_stats for m in block.modules())

@@ -1,4 +1,4 @@
-"""One training step, watched: the order in which blocks were called, the memory at each, and which optimizers step."""
+"""Records one training step: the order of block calls, the memory at each, and which optimizers step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_accel.memory.meter import Meter
 
 @dataclass(frozen=True, order=True)
 class BlockCall:
-    """One call of a block in a step: the site, and how many calls of it came before."""
+    """One call of a block in a step: the site, and how many calls of this block came before."""
 
     site: str
     index: int = 0
@@ -38,25 +38,25 @@ class Mark:
 
 
 class StepRecorder:
-    """Marks a meter where blocks begin and end, forward and backward.
+    """Marks the beginning and end of blocks on a meter, forward and backward.
 
-    Nothing is inserted into the graph: the marks hang on nodes that are there (hooks on nodes, not on tensors, and
-    no identity functions, which would make the results of a block views that must not be written into).
+    Nothing is inserted into the graph: the marks are hooks on existing nodes. Hooks on tensors or identity functions
+    would turn the results of a block into views that must not be modified in place.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter: Meter | None = meter
-        self.calls: list[BlockCall] = []  # that have ended their forward pass
-        # Of arguments that another call has too: a mask that all blocks get is not freed when one lets go of it.
+        self.calls: list[BlockCall] = []  # whose forward pass has ended
+        # Bytes of arguments shared by several calls: one call cannot free a mask that all blocks get.
         self.shared_bytes: Counter[BlockCall] = Counter()
         self._holders: weakref.WeakKeyDictionary[torch.UntypedStorage, list[BlockCall]] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
-        """Marks no more, though graphs that it watches may still be walked."""
+        """Stops marking, even if watched graphs still run backward."""
         self._meter = None
 
     def record(self, call: BlockCall, arguments: Iterable[Tensor], run: Callable[[], Any]) -> Any:
-        """Runs a block's forward, and watches it and its backward pass."""
+        """Runs a block's forward and marks it and its backward pass."""
         self._note_holder(call, arguments)
         first = _next_sequence_number()
         self._mark(Mark("forward", call))
@@ -86,7 +86,7 @@ class StepRecorder:
 
 
 def _next_sequence_number() -> int:
-    """The number that the next node of the graph will have, or one below it."""
+    """Returns the number of the next graph node, or one less."""
     return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
 
 
@@ -103,16 +103,16 @@ def _nodes_since(first: int, ends: Iterable[Node]) -> set[Node]:
 
 
 class OptimizerWatch:
-    """Remembers which of a model's optimizers have stepped, until :meth:`stop`."""
+    """Records which of a model's optimizers have stepped, until :meth:`stop`."""
 
     def __init__(self) -> None:
-        self.seen: list[Optimizer] = []  # that have stepped so far
-        self.has_stepped = False  # whether one has since this was last set to False
+        self.seen: list[Optimizer] = []  # those that have stepped
+        self.has_stepped = False  # whether one has stepped since this was last reset
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Looks whenever ``optimizer`` steps from now on."""
-        with suppress(AttributeError):  # of what leaves super().__init__() out: it wraps another, which is watched, too
+        """Records the steps of ``optimizer`` from now on."""
+        with suppress(AttributeError):  # a wrapper without super().__init__(); the wrapped optimizer is watched too
             self._hooks.append(optimizer.register_step_post_hook(self._see))
 
     def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

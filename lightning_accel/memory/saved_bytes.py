@@ -1,4 +1,4 @@
-"""What a call keeps from its forward to its backward pass: the tensors that outlive it."""
+"""Measures what a call keeps from its forward to its backward pass: the tensors that outlive it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from lightning_accel.experiment.passes import Passes
 
 
 def kept_bytes(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Calls once, on copies of the arguments, and counts what is alive afterwards, its results left out.
+    """Runs a call once, on copies of its arguments, and counts the storages alive afterwards, without its results.
 
-    Counted are the storages themselves, not what autograd says that it saves: a recomputed call keeps its arguments
-    elsewhere. No allocator is asked, so that nobody's peak is begun anew. The block and the random state are left as
-    they were.
+    Storages are counted, not what autograd reports as saved: a recomputed call keeps its arguments elsewhere. The
+    allocator is not used, so no peak counter is reset. The block and the random state stay as they were.
     """
     with isolated(block), torch.enable_grad():
         _, inputs = Passes(block).copies(args, kwargs)
@@ -30,12 +29,12 @@ def kept_bytes(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]
         with made:
             results = call(*inputs[0], **inputs[1])
         del inputs
-        others = storages_of([*tensors_in(results), *block.parameters(), *block.buffers()])  # views of weights are made
+        others = storages_of([*tensors_in(results), *block.parameters(), *block.buffers()])  # weights may be among them
         return sum(storage.nbytes() for storage in made.storages if storage not in others)
 
 
 class _Made(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages of what operations make, while they live."""
+    """Records the storages that operations create, while they live."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""The tensors that autograd saves for its backward pass, and how several savers share the one place to catch them.
+"""The tensors that autograd saves for the backward pass, and how several savers share the hooks on them.
 
-Autograd takes one pair of hooks at a time (:class:`torch.autograd.graph.saved_tensors_hooks`), the innermost. A
-:class:`Saver` says what it would keep in place of a tensor; :func:`saving` asks the savers around, outermost first, and
-whatever none of them wants is kept as it is.
+Autograd uses only the innermost pair of hooks (:class:`torch.autograd.graph.saved_tensors_hooks`). A :class:`Saver`
+returns what it would keep in place of a tensor. :func:`saving` asks the surrounding savers, outermost first; a tensor
+that none of them takes is kept as it is.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from lightning_accel.core.tree import storage_of, storages_of
 
 
 class Packed(Protocol):
-    """What a saver keeps in place of a tensor. It dies with the graph that holds it."""
+    """What a saver keeps in place of a tensor. It is freed with its graph."""
 
     def unpack(self) -> Tensor:
-        """A tensor with the original's values, dtype, shape, strides and device. May be called more than once."""
+        """Returns a tensor with the original's values, dtype, shape, strides and device. May be called repeatedly."""
         ...
 
 
 class Saver(Protocol):
-    """Something that keeps saved tensors in another form, or elsewhere."""
+    """An object that keeps saved tensors in another form or place."""
 
     def pack(self, tensor: Tensor) -> Packed | None:
-        """What to keep in place of ``tensor``; None to leave it to others.
+        """Returns what to keep in place of ``tensor``; None to leave the tensor to others.
 
-        It is strided, of no subclass, neither a parameter nor a buffer nor a copy of one. It may have a ``grad_fn``:
-        keep ``tensor.detach()``, or graph and tensor keep each other alive.
+        The tensor is strided, of no subclass, and neither a parameter nor a buffer nor a copy of one. It may have a
+        ``grad_fn``: keep ``tensor.detach()``, or graph and tensor keep each other alive.
         """
         ...
 
 
-# Who is asked here, and what nobody is asked for.
+# The active savers, and the tensors that are never offered.
 _asked: EngineVar[tuple[tuple[Saver, ...], OwnTensors] | None] = EngineVar("_asked", default=None)
 
 
 @contextmanager
 def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
-    """Inside, autograd offers what it saves to ``saver``, after the savers of the contexts around this one.
+    """Offers the tensors that autograd saves to ``saver``, after the savers of the surrounding contexts.
 
-    The model's parameters and buffers, views of them and their autocast copies stay where they are.
+    The model's parameters and buffers, views of them and their autocast copies are not offered.
     """
     savers, own = _asked.get() or ((), OwnTensors(model))
     with _asking((*savers, saver), own):
@@ -60,7 +60,7 @@ def saving(saver: Saver, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def sparing(saver: Saver) -> Iterator[None]:
-    """Inside, ``saver`` is not asked, whoever is asking it around."""
+    """Excludes ``saver`` inside the context, even if a surrounding context uses it."""
     asked = _asked.get()
     if asked is None or saver not in asked[0]:
         yield
@@ -79,7 +79,7 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
 
     hooks: tuple[Any, Any] = pack, _Guarded.unpack
     if dynamo_is_loaded():
-        # Where compiled code falls back to eager, Dynamo looks at every function that is called, hooks included.
+        # If compiled code falls back to eager, Dynamo examines every called function, hooks included.
         hooks = tuple(map(torch.compiler.disable, hooks))
     hooks[0].gives_way = True
     with _asked.being((savers, own)), _giving_way_to_functorch(), torch.autograd.graph.saved_tensors_hooks(*hooks):
@@ -88,10 +88,10 @@ def _asking(savers: tuple[Saver, ...], own: OwnTensors) -> Iterator[None]:
 
 @contextmanager
 def _giving_way_to_functorch() -> Iterator[None]:
-    """Inside, ``torch.func.grad`` and the like work though there are hooks, if these have ``gives_way`` on them.
+    """Lets ``torch.func.grad`` and the like run inside, despite hooks, if these have the attribute ``gives_way``.
 
-    They refuse to run where saved tensors are caught, and switch the catching off within. Hooks of ours, on top, are
-    taken off for that long: what such a transform saves for itself stays where it is.
+    Such transforms refuse to run under saved-tensor hooks. Ours, on top, are removed meanwhile: what a transform saves
+    for itself is not packed.
     """
     graph: Any = torch.autograd.graph
     refusing = graph.disable_saved_tensors_hooks
@@ -118,7 +118,7 @@ def _giving_way_to_functorch() -> Iterator[None]:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether it has memory of its own to look at: no subclass, none of functorch's, nor a zero that is only meant."""
+    """Returns whether a tensor has its own readable memory: no subclass, no functorch tensor, no symbolic zero."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     try:
@@ -129,10 +129,10 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """Autograd leaves its check for in-place changes to whoever packs: here it is."""
+    """Checks for in-place changes, which autograd leaves to the hooks."""
 
     packed: Packed | None
-    tensor: Tensor  # what is kept where nobody packs it; else one that shares its counter
+    tensor: Tensor  # the kept tensor if nobody packs it; otherwise one that shares its counter
     version: int
 
     def unpack(self) -> Tensor:
@@ -145,16 +145,16 @@ class _Guarded:
 
 
 def counter_of(tensor: Tensor) -> Tensor:
-    """A tensor that shares the version counter of ``tensor``, and none of its memory."""
+    """Returns a tensor that shares the version counter of ``tensor`` but none of its memory."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
 def shares_counter(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors count changes together, as views of one another do.
+    """Returns whether two tensors share a version counter, as a tensor and its view do.
 
-    Not all that share a storage do: ``unsafe_chunk``, which recurrent layers use, gives each piece its own counter.
+    Sharing a storage is not enough: ``unsafe_chunk``, which recurrent layers use, gives each piece its own counter.
     """
     before = version_of(one)
     set_version(one, before + 1)
@@ -165,7 +165,7 @@ def shares_counter(one: Tensor, other: Tensor) -> bool:
 
 
 class OwnTensors:
-    """The parameters and buffers of a model, to tell views and autocast copies of them from activations."""
+    """The parameters and buffers of a model. Distinguishes their views and autocast copies from activations."""
 
     _SEE_THROUGH = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0")
 
@@ -175,13 +175,13 @@ class OwnTensors:
         self._shapes = {t.shape for t in tensors} | {t.shape[::-1] for t in tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        # Those that FSDP gathers have memory of their own, which this has not seen.
+        # Gathered parameters of FSDP have other memory.
         if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
             return True
         if storage_of(tensor) in self._storages:
             return True
-        # A frozen parameter's copy has no graph that leads to it. An activation of that very shape is passed over
-        # with it, which costs memory and no correctness.
+        # The copy of a frozen parameter has no graph. An activation of the same shape is skipped too, which costs
+        # memory but not correctness.
         is_low = tensor.dtype in (torch.float16, torch.bfloat16)
         if is_low and not tensor.requires_grad and tensor.shape in self._shapes:
             return True

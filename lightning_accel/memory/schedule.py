@@ -1,4 +1,4 @@
-"""What a planner decided: which blocks keep, recompute or offload, and where the memory of a step goes."""
+"""The result of planning: the policy of each block, and where the memory of a step goes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHER = "other activations, transients"
 
 @dataclass(frozen=True, kw_only=True)
 class FixedMemory:
-    """What a training step holds whatever its blocks do, in bytes; every storage is counted once."""
+    """What a training step always holds, whatever its blocks do, in bytes. Each storage is counted once."""
 
     parameters: int
     gradients: int
@@ -50,22 +50,22 @@ class FixedMemory:
 
 
 def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """The tensors that optimizers keep for their parameters."""
+    """Returns the tensors in the states of optimizers."""
     return [t for optimizer in optimizers for t in tensors_in([dict(s) for s in optimizer.state.values()])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSchedule:
-    """One call of a block."""
+    """The plan for one call of a block."""
 
     site: str  # the block's name in the model
     call: str  # the site, with a number where the block is called more than once a step
     kind: str  # its class
-    policy: Policy  # what it does: keep its activations, recompute ("selective", "full"), or offload them
-    kept_bytes: int  # that it then holds from its forward to its backward pass
-    plain_bytes: int | None  # that it would hold, keeping everything; None where that could not be run
-    extra_ms: float | None  # that it takes beyond keeping everything; None likewise
-    saved_by_operator: Mapping[str, int]  # plain_bytes by what made them, arguments and results included
+    policy: Policy  # keeps, recomputes ("selective", "full") or offloads its activations
+    kept_bytes: int  # held from forward to backward, as planned
+    plain_bytes: int | None  # held if everything is kept; None if that could not be run
+    extra_ms: float | None  # time beyond keeping everything; None likewise
+    saved_by_operator: Mapping[str, int]  # plain_bytes by operator, with arguments and results
 
     @classmethod
     def of(cls, stage: Stage, policy: Policy, costs: BlockCosts, kind: str) -> BlockSchedule:
@@ -84,16 +84,16 @@ class BlockSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySchedule:
-    """How a training step fits into its budget.
+    """The plan by which a training step fits into its budget.
 
     Attributes:
         budget_bytes: The budget.
         blocks: Every call of a block, in the order of the forward pass.
-        fixed: What the step holds in any case.
-        offloading: Where blocks that offload do so; None: nowhere.
-        offloads_rest: Whether what is saved outside all blocks is offloaded too.
-        plain_peak_bytes: The predicted peak of the step with everything kept; None where that could not be run.
-        plain_ms: Its predicted time; None likewise.
+        fixed: What the step always holds.
+        offloading: Where blocks offload to; None if none may.
+        offloads_rest: Whether tensors saved outside of blocks are offloaded too.
+        plain_peak_bytes: The predicted peak of the step with everything kept; None if that could not be run.
+        plain_ms: The predicted time of that step; None likewise.
         predicted_peak_bytes: The predicted peak as planned.
         predicted_ms: The predicted time of a step as planned.
         measured_peak_bytes: The peak of a step as planned; None until one was measured.
@@ -114,21 +114,21 @@ class MemorySchedule:
 
     @property
     def policies(self) -> Policies:
-        """Site → what the block there does."""
+        """Site → the policy of its block."""
         return {block.site: block.policy for block in self.blocks}
 
-    ways = policies  # the name that users know it by
+    ways = policies  # the public name
 
     @property
     def kept_bytes(self) -> int:
-        """What all blocks hold at the end of the forward pass, as planned."""
+        """The bytes that all blocks hold at the end of the forward pass, as planned."""
         return sum(block.kept_bytes for block in self.blocks)
 
     def apply(self, model: nn.Module) -> PatchSet:
-        """Makes the blocks of ``model`` do what is planned for them, until the edits are undone by ``.undo()``.
+        """Applies the plan to the blocks of ``model``, until ``.undo()`` of the result.
 
         Args:
-            model: The model that was planned for, or one with the same sites.
+            model: The planned model, or one with the same sites.
 
         Raises:
             AttributeError: ``model`` has no module at one of the sites.
@@ -151,7 +151,7 @@ class MemorySchedule:
         return asdict(self)
 
     def table(self) -> str:
-        """The schedule as text: a line for each run of equal blocks, then predicted and measured peak and time."""
+        """Returns the plan as text: a line per run of equal blocks, then predicted and measured peak and time."""
         rows: list[tuple[str, ...]] = [
             ("block", "class", "does", "keeps", "of", "extra time", "saved, plain, by what made it")
         ]
@@ -174,7 +174,7 @@ class MemorySchedule:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Draws where the memory of a step goes, before and after, as two stacked bars: an image at ``path``.
+        """Draws the memory of a step before and after planning, as two stacked bars, into an image at ``path``.
 
         Raises:
             ImportError: Matplotlib is not installed.
@@ -189,7 +189,7 @@ class MemorySchedule:
         bottoms = [0.0, 0.0]
         for name in before:
             heights = [before[name] / 2**20, after[name] / 2**20]
-            # One colour for all blocks, with an edge between them: a legend of fifty names tells nobody anything.
+            # One colour for all blocks, separated by edges: a legend of fifty names would be useless.
             style: dict[str, Any] = {"label": name}
             if name in blocks:
                 style = {"color": "tab:cyan", "edgecolor": "white", "linewidth": 0.5}
@@ -204,7 +204,7 @@ class MemorySchedule:
         figure.savefig(path)
 
     def _stack(self, *, planned: bool) -> dict[str, int]:
-        """What makes up the peak, in bytes, from the bottom up; the rest is what is there for a moment only."""
+        """Returns the parts of the peak in bytes, from the bottom up. The last part is temporary memory."""
         parts = {
             "parameters and buffers": self.fixed.parameters + self.fixed.buffers,
             "gradients": self.fixed.gradients,
@@ -230,7 +230,7 @@ def _offloading(offloader: Offloader) -> Run:
 
 
 def _row(alike: Sequence[BlockSchedule]) -> tuple[str, ...]:
-    """For neighbours that are alike in everything but the name."""
+    """Returns the table row for neighbours that differ only in their names."""
     first, last = alike[0], alike[-1]
     operators = sorted(first.saved_by_operator.items(), key=lambda item: -item[1])
     return (

@@ -1,5 +1,5 @@
-"""Array functions for NumPy, CuPy and torch alike: what comes out is of the library that went in, and nothing is copied
-between them. Tensors keep their gradients.
+"""Array functions for NumPy, CuPy and torch. Results are arrays of the inputs' library, without copies between
+libraries. Tensors keep their gradients.
 """
 
 from lightning_accel.ops import gaussian

@@ -1,4 +1,4 @@
-"""Arrays of NumPy and CuPy as tensors over the same memory, and back: so that every function is written once."""
+"""Converts NumPy and CuPy arrays to tensors on the same memory and back, so that functions are written once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils.dlpack import from_dlpack
 
 _NUMPYS = (np.ndarray, np.generic)
 ArrayT = TypeVar("ArrayT")
-"""An array of NumPy, CuPy or torch: what comes out is of the library that went in."""
+"""An array of NumPy, CuPy or torch. Results are of the inputs' library."""
 
 
 def as_tensors(asker: str, **arrays: ArrayT) -> tuple[tuple[Tensor, ...], Callable[[Tensor], ArrayT]]:
-    """The arrays as tensors, and the function that turns a tensor into an array of their library.
+    """Returns the arrays as tensors, and a function that converts a tensor back to their library.
 
-    Neither copies, but for arrays in a layout that torch does not have: negative strides, foreign byte order. Errors
-    say whose arguments they are, the asker's, by their names.
+    Neither copies, except for layouts that torch lacks: negative strides, foreign byte order. Errors name the function
+    ``asker`` and its arguments.
 
     Raises:
-        TypeError: They are of several libraries, or of none of the three, or of a dtype that torch does not have.
-        ValueError: They are on several devices.
+        TypeError: The arrays are of several libraries, of none of the three, or of a dtype that torch lacks.
+        ValueError: The arrays are on several devices.
     """
     library = common_library(asker, arrays)
     read = _READ[library]
@@ -35,8 +35,8 @@ def as_tensors(asker: str, **arrays: ArrayT) -> tuple[tuple[Tensor, ...], Callab
 
 
 def common_library(asker: str, arrays: Mapping[str, object]) -> str:
-    """The library that all of the arrays, name → array, are of; a TypeError where it is not one of the three."""
-    first: dict[str, str] = {}  # of each library
+    """Returns the library of all arrays (name → array). Raises a TypeError unless it is one of the three."""
+    first: dict[str, str] = {}  # library → first argument of it
     for name, array in arrays.items():
         library = library_of(array)
         if library is None:
@@ -54,20 +54,20 @@ def common_library(asker: str, arrays: Mapping[str, object]) -> str:
 
 
 def library_of(array: object) -> str | None:
-    """``"torch"``, ``"NumPy"`` or ``"CuPy"``; None for what is no array of theirs, and for NumPy's masked arrays."""
+    """Returns ``"torch"``, ``"NumPy"`` or ``"CuPy"``; None for other objects and for NumPy's masked arrays."""
     if isinstance(array, Tensor):
         return "torch"
     if isinstance(array, _NUMPYS):
-        # A tensor has nowhere to keep a mask.
+        # A tensor cannot hold a mask.
         return None if isinstance(array, np.ma.MaskedArray) else "NumPy"
-    # Asked without an import: whoever has such an array has imported CuPy.
+    # Not imported here: whoever has such an array has imported CuPy.
     return "CuPy" if type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "__dlpack__") else None
 
 
 def numpy_as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """A NumPy array's memory as a tensor, not to be written to; a copy where torch has no such layout.
+    """Returns a read-only tensor on a NumPy array's memory; a copy if torch does not support the layout.
 
-    A TypeError where torch does not have the dtype.
+    Raises a TypeError if torch lacks the dtype.
     """
     try:
         return torch.from_numpy(array if array.flags.writeable else _unlocked(array))
@@ -76,12 +76,12 @@ def numpy_as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def tensor_as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the host as an array, to be read or written at once: the tensor may be resized later.
+    """Returns a host tensor's memory as an array, for immediate use. The tensor can still be resized afterwards.
 
-    After ``tensor.numpy()`` it could not be: that makes its storage, which is the user's, one of a fixed size for good.
+    ``tensor.numpy()`` would fix the size of its storage, which belongs to the user, permanently.
     """
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    if not tensor.numel():  # it may have no memory, and NumPy 1 takes no address of 0
+    if not tensor.numel():  # may have no memory, and NumPy 1 rejects address 0
         return np.empty(tuple(tensor.shape), dtype)
     strides = tuple(step * tensor.itemsize for step in tensor.stride())
     place = {"version": 3, "shape": tuple(tensor.shape), "typestr": dtype.str, "strides": strides}
@@ -89,9 +89,9 @@ def tensor_as_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _unlocked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The memory of a read-only array as one that is not: torch warns of any other, once a process.
+    """Returns a read-only array's memory as a writable array, since torch warns about read-only ones, once per process.
 
-    Nothing here writes; and a warning kept from being shown would be lost to the user's own code, which may.
+    Nothing here writes. Suppressing the warning would hide it from the user's own code, which may write.
     """
     interface = array.__array_interface__
     return np.asarray(_Memory(array, {**interface, "data": (interface["data"][0], False)}))
@@ -99,12 +99,12 @@ def _unlocked(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 class _Memory:
     def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
-        self.owner = owner  # kept alive by what shares its memory
+        self.owner = owner  # kept alive by the array on its memory
         self.__array_interface__ = interface
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Without what array libraries do not know: gradients, and conjugations that torch has put off."""
+    """Returns the tensor without features that array libraries lack: gradients and lazy conjugation or negation."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -120,7 +120,7 @@ def _read_numpy(asker: str, name: str, array: Any) -> Tensor:
 
 def _read_cupy(asker: str, name: str, array: Any) -> Tensor:
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        array = array.copy()  # of such, torch does not raise but ends the process (pytorch/pytorch#188023)
+        array = array.copy()  # torch would crash the process (pytorch/pytorch#188023)
     try:
         # Lets torch's current stream wait for CuPy's.
         return from_dlpack(array)
@@ -134,7 +134,7 @@ def _read_cupy(asker: str, name: str, array: Any) -> Tensor:
 def _to_cupy(tensor: Tensor) -> Any:
     import cupy
 
-    with torch.cuda.device(tensor.device):  # torch gives away what is on its current device alone
+    with torch.cuda.device(tensor.device):  # torch exports only from its current device
         return cupy.from_dlpack(plain(tensor))
 
 
@@ -145,7 +145,7 @@ _READ: dict[str, Callable[[str, str, Any], Tensor]] = {
 }
 _GIVE_BACK: dict[str, Callable[[Tensor], Any]] = {
     "torch": lambda tensor: tensor,
-    # "force" also lets go of gradients and carries out conjugations put off; what lies on the host is not copied.
+    # "force" also detaches gradients and resolves lazy conjugations. Tensors on the host are not copied.
     "NumPy": lambda tensor: tensor.numpy(force=True),
     "CuPy": _to_cupy,
 }

@@ -1,4 +1,4 @@
-"""What is a covariance, and its Cholesky factor: the core of everything Gaussian."""
+"""Checks covariances and computes their Cholesky factors: the basis of all Gaussian functions."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 from lightning_accel.ops.arrays import ArrayT, as_tensors
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ASYMMETRY = 1e-4  # of two features' standard deviations: more than rounding in float32 leaves
-_JITTERS = 4  # of one size, of ten times that, and so on
+_ASYMMETRY = 1e-4  # share of two features' standard deviations; rounding in float32 leaves less
+_JITTERS = 4  # number of tries, each with ten times as much
 
 
 def cholesky(cov: ArrayT, *, jitter: float = 0.0, asker: str = "cholesky") -> ArrayT:
-    """The lower triangular ``L`` with ``L Lᵀ = cov``, for each covariance of a batch.
+    """Returns the lower triangular ``L`` with ``L Lᵀ = cov``, for each covariance of a batch.
 
-    Of ``cov`` the lower triangle counts; that the upper one mirrors it, to a ten-thousandth of the deviations of the
-    two features, is checked first. Where it does to the bit, that takes a tenth of the time of factorising large
-    matrices, else three tenths.
+    Only the lower triangle of ``cov`` is used. The symmetry is checked first, to a ten-thousandth of the deviations of
+    the two features. For large matrices the check takes a tenth of the time of factorising if the symmetry is exact,
+    otherwise three tenths.
 
-    Nothing is added to a covariance unless it is asked for. With ``jitter``, those of the batch that are not positive
-    definite, and only those, get that share of the mean of their own diagonal added to it; then, while that is not
-    enough, 10, 100 and 1000 times as much. Gradients are those of what was added, too.
+    A covariance is changed only on request. With ``jitter``, each covariance that is not positive definite, and no
+    other, gets that share of the mean of its diagonal added to the diagonal; if that is not enough, 10, 100 and 1000
+    times as much. Gradients include the added part.
 
     Args:
         cov: ``(..., D, D)``, floating point, of NumPy, CuPy or torch.
-        jitter: A share of the mean of the diagonal, such as 1e-6; 0: nothing is ever added.
-        asker: Whose covariance it is, for what errors say.
+        jitter: A share of the mean of the diagonal, such as 1e-6; 0 adds nothing.
+        asker: The function named in errors.
 
     Returns:
-        ``(..., D, D)`` of the dtype of ``cov``; those of 16 bits are computed in float32.
+        ``(..., D, D)`` with the dtype of ``cov``. 16-bit inputs are computed in float32.
 
     Raises:
         TypeError: ``cov`` is not floating point.
-        ValueError: It is not square, not symmetric, not finite or not positive definite: with the index of the first
+        ValueError: ``cov`` is not square, symmetric, finite or positive definite. The error has the index of the first
             such covariance in the batch.
     """
     (tensor,), back = as_tensors(asker, cov=cov)
@@ -44,9 +44,9 @@ def cholesky(cov: ArrayT, *, jitter: float = 0.0, asker: str = "cholesky") -> Ar
 
 
 def checked(asker: str, jitter: float, *, cov: Tensor, **others: Tensor) -> tuple[tuple[Tensor, ...], bool]:
-    """``cov`` and the others in one dtype of 32 or 64 bits, and whether ``cov`` is symmetric to the last bit.
+    """Returns ``cov`` and the others in one dtype of 32 or 64 bits, and whether ``cov`` is exactly symmetric.
 
-    The errors are those of :func:`cholesky`, but for what is not positive definite.
+    Raises the errors of :func:`cholesky`, except for matrices that are not positive definite.
     """
     given = {"cov": cov, **others}
     for name, tensor in given.items():
@@ -64,7 +64,7 @@ def checked(asker: str, jitter: float, *, cov: Tensor, **others: Tensor) -> tupl
 
 
 def factorised(asker: str, cov: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Symmetric matrices with jitter where need be, and their Cholesky factors; a ValueError where one has none."""
+    """Returns symmetric matrices, with jitter if needed, and their Cholesky factors. ValueError if one has none."""
     matrices = cov
     factors, failed, is_well = _tried(matrices)
     if is_well:
@@ -87,15 +87,15 @@ def diagonals(matrices: Tensor) -> Tensor:
 
 
 def least_deviation(dtype: torch.dtype) -> float:
-    """The smallest entry that the diagonal of a factor may have: its square is the smallest normal number.
+    """Returns the smallest allowed diagonal entry of a factor: its square is the smallest normal number.
 
-    Below, some processors' libraries find a matrix not positive definite, others return what is left of its digits.
+    Below that, some libraries find a matrix not positive definite, and others return the digits that remain.
     """
     return float(torch.finfo(dtype).tiny ** 0.5)
 
 
 def _is_exactly_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
-    """Of covariances that were of ``dtype``; raises a ValueError where they are not even symmetric to its rounding."""
+    """Returns whether ``cov`` is exactly symmetric. ValueError if not even to the rounding of ``dtype``."""
     if cov.ndim < 2 or cov.shape[-1] != cov.shape[-2]:
         raise ValueError(f"{asker}: cov of shape {tuple(cov.shape)}. Give square matrices, (..., D, D).")
     if torch.equal(cov, cov.mT):
@@ -103,7 +103,7 @@ def _is_exactly_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
     cov = cov.detach()
     deviations = diagonals(cov).abs().sqrt()
     allowed = max(_ASYMMETRY, 4 * torch.finfo(dtype).eps) * deviations
-    # By the entries' own scale: features in small units count as much as those in large ones.
+    # Relative to the entries' scale, so that features in small and large units count alike.
     mirrored = (cov - cov.mT).abs_() <= allowed[..., :, None] * deviations[..., None, :]
     if mirrored.all():
         return False
@@ -117,7 +117,7 @@ def _is_exactly_symmetric(asker: str, cov: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _tried(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors, which of them are none, and whether all are some, of finite numbers."""
+    """Returns the factors, which of them are invalid, and whether all are valid and finite."""
     factors, found = torch.linalg.cholesky_ex(matrices)
     deviations = diagonals(factors.detach())
     failed = (found != 0) | (deviations < least_deviation(matrices.dtype)).any(-1)
@@ -154,7 +154,7 @@ def _not_positive_definite(asker: str, cov: Tensor, failed: Tensor, jitter: floa
 
 
 def _first(mask: Tensor) -> list[int]:
-    """The index of the first element that is set."""
+    """Returns the index of the first true element."""
     index: list[int] = mask.nonzero()[0].tolist()
     return index
 

@@ -1,4 +1,4 @@
-"""The square root of a covariance's determinant: by Cholesky or by LU, whichever this machine does sooner."""
+"""Square roots of covariance determinants, by Cholesky or LU, whichever is faster on this machine."""
 
 from __future__ import annotations
 
@@ -18,41 +18,40 @@ from lightning_accel.ops.cholesky import checked, diagonals, factorised, least_d
 
 _ROUNDS, _TIMED_S = 10, 0.05
 _FEW = 32
-# In roundings of D numbers. Of 288,000 matrices near singular (of low rank, of kernels, with one small eigenvalue) none
-# that Cholesky refuses got past it; Kahan's (1966), singular without a small pivot, may.
+# A multiple of the rounding error of D numbers. Of 288,000 nearly singular matrices (low rank, kernels, one small
+# eigenvalue) none that Cholesky refuses passed. Kahan's matrix (1966), singular without a small pivot, may pass.
 _MARGIN = 100
-_MOST_COLUMNS = 128  # of several matrices at once
+_MOST_COLUMNS = 128  # in a batch of matrices
 
 Kind = tuple[torch.device, torch.dtype, int, int]
 _lu_wins: dict[Kind, bool] = {}
 
 
 def sqrt_det(cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
-    """``√det(cov)`` of each covariance of a batch: the volume by which its distribution is spread.
+    """Returns ``√det(cov)`` of each covariance of a batch: the volume over which its distribution spreads.
 
-    LU does twice the arithmetic of Cholesky, and libraries often do it better. So the first call for covariances of a
-    kind (device, dtype, D, size of the batch to a power of two) times both on what it was given; later ones take what
-    was faster. With torch 2.13 and MKL on two AMD cores, LU was up to 1.5 times as fast for batches of 64x64 and for
-    single matrices from 256x256 on, Cholesky was faster for the rest; ``lightning-accel claims --row 16`` measures it.
+    LU does twice the arithmetic of Cholesky, but libraries often run it faster. So the first call for a kind of
+    covariances (device, dtype, D, batch size to a power of two) times both on its own input, and later calls use the
+    faster one. With torch 2.13 and MKL on two AMD cores, LU was up to 1.5 times as fast for batches of 64x64 and for
+    single matrices from 256x256 on; Cholesky was faster for the rest. ``lightning-accel claims --row 16`` measures it.
 
-    The way makes no difference but of rounding. LU vouches for covariances that are symmetric to the bit, where it had
-    to swap no row and all pivots are clearly positive; everything else goes to Cholesky, and its kind with it from then
-    on. Deterministic runs (``torch.use_deterministic_algorithms``) take Cholesky always. Gradients are
-    ``½ √det(cov) cov⁻¹`` by either way.
+    Both agree up to rounding. LU is used only for exactly symmetric covariances, and accepted if no row was swapped and
+    all pivots are clearly positive. Everything else goes to Cholesky, and so does its kind from then on. Deterministic
+    runs (``torch.use_deterministic_algorithms``) always use Cholesky. Gradients are ``½ √det(cov) cov⁻¹`` either way.
 
     Args:
         cov: ``(..., D, D)``, floating point, of NumPy, CuPy or torch.
-        jitter: See :func:`lightning_accel.ops.gaussian.cholesky`, also for what is raised.
+        jitter: See :func:`lightning_accel.ops.gaussian.cholesky`, also for errors.
 
     Returns:
-        ``(...)``; float64 for float64, else float32.
+        ``(...)``; float64 for float64, otherwise float32.
     """
     (tensor,), back = as_tensors("sqrt_det", cov=cov)
     (matrices,), is_exact = checked("sqrt_det", jitter, cov=tensor)
-    quickly = matrices.numel() and not torch.compiler.is_compiling()  # which would break off at each number looked at
+    quickly = matrices.numel() and not torch.compiler.is_compiling()  # each number that is read would break the graph
     root = _quickly(matrices.detach(), is_exact) if quickly else None
     if root is None:
-        # With errors, jitter, and logarithms for what leaves the dtype's range on its way to a product within it.
+        # The slow path: errors, jitter, and logarithms if intermediate products leave the dtype's range.
         matrices, factors = factorised("sqrt_det", matrices, jitter)
         factors = factors.detach()
         root = _Root(_through_logarithms(diagonals(factors)), lambda: factors)
@@ -63,18 +62,18 @@ def sqrt_det(cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
 
 
 class _Root(NamedTuple):
-    """√det, ``(...)``, and the Cholesky factors, ``(..., D, D)``, of which only the lower triangles count."""
+    """√det, ``(...)``, and the Cholesky factors, ``(..., D, D)``, of which only the lower triangles are valid."""
 
     value: Tensor
     factors: Callable[[], Tensor]
 
 
 def _quickly(cov: Tensor, is_exact: bool) -> _Root | None:
-    """By the faster way, where it finds ``cov`` positive definite and stays within the range of the dtype."""
+    """Uses the faster method; None if it does not find ``cov`` positive definite or leaves the range of the dtype."""
     count = cov.shape[:-2].numel()
     kind = (cov.device, cov.dtype, cov.shape[-1], count.bit_length())
-    # Torch calls MKL's LU from several threads at once, which from 150 columns on gives wrong numbers, once
-    # torch.set_num_threads has been called: https://github.com/pytorch/pytorch/issues/142815
+    # Torch calls MKL's LU from several threads at once. After torch.set_num_threads() that gives wrong numbers from 150
+    # columns on: https://github.com/pytorch/pytorch/issues/142815
     lu_is_right = count == 1 or cov.device.type != "cpu" or cov.shape[-1] <= _MOST_COLUMNS
     if not is_exact or not lu_is_right or torch.are_deterministic_algorithms_enabled():
         return _by_cholesky(cov)
@@ -82,7 +81,7 @@ def _quickly(cov: Tensor, is_exact: bool) -> _Root | None:
         _lu_wins[kind] = _lu_is_faster(cov)
     root = _by_lu(cov) if _lu_wins[kind] else None
     if root is None:
-        # What is of one origin tends to be alike: both ways would be gone, again and again.
+        # Inputs of a kind tend to be alike: trying LU first would waste time at every call.
         _lu_wins[kind] = False
         root = _by_cholesky(cov)
     return root
@@ -94,13 +93,13 @@ def _by_cholesky(cov: Tensor) -> _Root | None:
 
 
 def _by_lu(cov: Tensor) -> _Root | None:
-    """By LU with partial pivoting; None, too, where it does not show that all are positive definite.
+    """Uses LU with partial pivoting; None also if this does not prove that all matrices are positive definite.
 
-    Without a row swapped, a symmetric matrix is ``L D Lᵀ``, with the pivots for ``D``: as many of them are positive as
-    of its eigenvalues (Sylvester's law of inertia). Pivots that are small enough for rounding to have made them
-    positive are Cholesky's to judge.
+    Without row swaps, a symmetric matrix is ``L D Lᵀ`` with the pivots in ``D``. It has as many positive pivots as
+    positive eigenvalues (Sylvester's law of inertia). Pivots so small that rounding may have made them positive are
+    left to Cholesky.
     """
-    # LAPACK goes by columns: the transpose, which is the same matrix, is copied as it lies.
+    # LAPACK is column-major: the transpose, which is the same matrix, is copied without reordering.
     factors, rows, _ = torch.linalg.lu_factor_ex(cov.mT)
     size = cov.shape[-1]
     pivots = diagonals(factors)
@@ -112,7 +111,7 @@ def _by_lu(cov: Tensor) -> _Root | None:
 
 
 def _rooted(deviations: Tensor, factors: Callable[[], Tensor]) -> _Root | None:
-    """The products of the deviations ``(..., D)``; None where one is too small, or not finite."""
+    """Returns the products of the deviations ``(..., D)``; None if one is too small or not finite."""
     least, most = _extremes(deviations)
     if not (least_deviation(deviations.dtype) <= least and most < math.inf):
         return None
@@ -123,13 +122,13 @@ def _rooted(deviations: Tensor, factors: Callable[[], Tensor]) -> _Root | None:
 
 
 def _through_logarithms(deviations: Tensor) -> Tensor:
-    """The products: for those that would leave the dtype's range on their way, and come back without their digits."""
+    """Returns products through logarithms, if intermediate ones would leave the dtype's range and lose digits."""
     return deviations.log().sum(-1).exp()
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
-    """The least and the most of them; NaN where one is."""
-    if values.numel() <= _FEW:  # of 4x4 matrices, aminmax alone would take longer than the factorisation
+    """Returns minimum and maximum; NaN if a value is NaN."""
+    if values.numel() <= _FEW:  # for 4x4 matrices, aminmax alone takes longer than the factorisation
         numbers = values.reshape(-1).tolist()
         return (min(numbers), max(numbers)) if not math.isnan(sum(numbers)) else (math.nan, math.nan)
     least, most = values.aminmax()
@@ -137,7 +136,7 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _lu_is_faster(cov: Tensor) -> bool:
-    """Times both ways, in turns; False where one of them fails."""
+    """Times both methods in turns. Returns False if one of them fails."""
     if _by_lu(cov) is None or _by_cholesky(cov) is None:
         return False
     ways = {"cholesky": lambda: nullcontext(lambda: _by_cholesky(cov)), "lu": lambda: nullcontext(lambda: _by_lu(cov))}
@@ -145,7 +144,7 @@ def _lu_is_faster(cov: Tensor) -> bool:
 
 
 class _SqrtDet(torch.autograd.Function):
-    """√det with its gradient in closed form: 0.4 to 0.8 of the time that differentiating the factorisation takes."""
+    """√det with its gradient in closed form: 0.4 to 0.8 times the time of differentiating the factorisation."""
 
     @override
     @staticmethod
@@ -158,7 +157,7 @@ class _SqrtDet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cov, factors, root = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated itself, and these are constants to autograd
+        if torch.is_grad_enabled():  # for second derivatives: autograd treats the saved factors as constants
             factors = torch.linalg.cholesky(cov)
         inverse = torch.cholesky_inverse(factors)
         return (0.5 * gradient * root)[..., None, None] * inverse, None, None

@@ -1,14 +1,14 @@
-"""Multivariate normal distributions: samples, densities, √det and whitening, all through one Cholesky factorisation.
+"""Multivariate normal distributions: samples, densities, √det and whitening, all by one Cholesky factorisation.
 
-``mean`` is ``(..., D)``, ``cov`` is ``(..., D, D)``; their batch dimensions, and those of ``x``, broadcast. Each
-function takes arrays of NumPy, CuPy or torch and returns such; tensors keep their gradients, samples too (Kingma and
-Welling, "Auto-Encoding Variational Bayes", 2014). What has 16 bits is computed in float32, whatever autocast is in
-force (but for gradients, where ``backward`` itself is called under autocast). Samples and whitened numbers come back in
-the widest dtype that was given; densities and determinants in float32 at least: they are sums and products over all
-features, which 16 bits do not hold.
+``mean`` is ``(..., D)``, ``cov`` is ``(..., D, D)``. Their batch dimensions, and those of ``x``, broadcast. Each
+function accepts and returns arrays of NumPy, CuPy or torch. Tensors keep their gradients, also through samples (Kingma
+and Welling, "Auto-Encoding Variational Bayes", 2014). 16-bit inputs are computed in float32, whatever autocast is
+active (except for gradients, if ``backward`` itself is called under autocast). Samples and whitened numbers have the
+widest dtype of the inputs. Densities and determinants are at least float32, since they are sums and products over all
+features, which 16 bits cannot hold.
 
-``jitter`` is that of :func:`cholesky`: without it no covariance is changed, and one that is not positive definite is an
-error that says which of the batch it is.
+``jitter`` is that of :func:`cholesky`: without it no covariance is changed, and one that is not positive definite
+raises an error with its index in the batch.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def sample(mean: ArrayT, cov: ArrayT, n: int, generator: Any = None, *, jitter: 
     Args:
         mean: ``(..., D)``.
         cov: ``(..., D, D)``.
-        n: How many to draw of each distribution.
+        n: The number of samples for each distribution.
         generator: Of the arrays' library: ``torch.Generator``, ``numpy.random.Generator``, ``cupy.random.Generator``;
-            None: the library's global one.
+            None for the library's global one.
         jitter: See :func:`cholesky`.
 
     Returns:
-        ``(n, ..., D)``, of the wider dtype of the two.
+        ``(n, ..., D)``, with the wider dtype of the two.
 
     Raises:
         TypeError: ``generator`` is of another library, or an array is not floating point.
-        ValueError: ``n`` is no number of samples, shapes do not fit, or as of :func:`cholesky`.
+        ValueError: ``n`` is not a number of samples, shapes do not fit, or as in :func:`cholesky`.
     """
     count: Any = n
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
@@ -62,7 +62,7 @@ def sample(mean: ArrayT, cov: ArrayT, n: int, generator: Any = None, *, jitter: 
 
 
 def log_prob(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
-    """The logarithm of the density at ``x``: ``-½ |L⁻¹ (x - mean)|² - Σ log Lᵢᵢ - ½ D log 2π``.
+    """Returns the logarithm of the density at ``x``: ``-½ |L⁻¹ (x - mean)|² - Σ log Lᵢᵢ - ½ D log 2π``.
 
     Args:
         x: ``(..., D)``.
@@ -71,11 +71,11 @@ def log_prob(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> Ar
         jitter: See :func:`cholesky`.
 
     Returns:
-        The batch dimensions of the three, broadcast; float64 where one of them is, else float32.
+        The broadcast batch dimensions of the three; float64 if one of them is, otherwise float32.
 
     Raises:
         TypeError: An array is not floating point.
-        ValueError: Shapes do not fit, or as of :func:`cholesky`.
+        ValueError: Shapes do not fit, or as in :func:`cholesky`.
     """
     factors, white, _, back = _whitened("log_prob", x, mean, cov, jitter)
     log_sqrt_det = diagonals(factors).log().sum(-1)
@@ -83,12 +83,12 @@ def log_prob(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> Ar
 
 
 def whiten(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> ArrayT:
-    """``L⁻¹ (x - mean)`` with ``L Lᵀ = cov``: numbers of that distribution become standard normal ones.
+    """Returns ``L⁻¹ (x - mean)`` with ``L Lᵀ = cov``: samples of that distribution become standard normal.
 
     Arguments and errors are those of :func:`log_prob`.
 
     Returns:
-        The batch dimensions of the three, broadcast, and ``D``; of the widest dtype of the three.
+        The broadcast batch dimensions of the three, and ``D``; with the widest dtype of the three.
     """
     _, white, dtype, back = _whitened("whiten", x, mean, cov, jitter)
     return back(white.to(dtype))
@@ -97,7 +97,7 @@ def whiten(x: ArrayT, mean: ArrayT, cov: ArrayT, *, jitter: float = 0.0) -> Arra
 def _whitened(
     asker: str, x: ArrayT, mean: ArrayT, cov: ArrayT, jitter: float
 ) -> tuple[Tensor, Tensor, torch.dtype, Callable[[Tensor], ArrayT]]:
-    """Cholesky factors, whitened points, the widest dtype that was given, and the way back to the arrays' library."""
+    """Returns Cholesky factors, whitened points, the widest input dtype, and the conversion back to the library."""
     given, back = as_tensors(asker, x=x, mean=mean, cov=cov)
     factors, (points, means) = _prepared(asker, jitter, given[2], x=given[0], mean=given[1])
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in given))
@@ -105,7 +105,7 @@ def _whitened(
 
 
 def _prepared(asker: str, jitter: float, cov: Tensor, **points: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The Cholesky factors of ``cov``, and points that fit them, in one dtype of 32 or 64 bits."""
+    """Returns the Cholesky factors of ``cov`` and points that fit, in one dtype of 32 or 64 bits."""
     (matrices, *others), _ = checked(asker, jitter, cov=cov, **points)
     try:
         np.broadcast_shapes(cov.shape[:-2], *(tensor.shape[:-1] for tensor in points.values()))
@@ -121,13 +121,13 @@ def _prepared(asker: str, jitter: float, cov: Tensor, **points: Tensor) -> tuple
 
 
 def _solved(factors: Tensor, points: Tensor) -> Tensor:
-    """``L⁻¹ p`` for each of the points, ``(..., D)``.
+    """Returns ``L⁻¹ p`` for each point, ``(..., D)``.
 
-    What one factor is for is solved at once, as the rows of a matrix: broadcast, a factor would be copied for each.
+    Points that share a factor are solved together, as rows of a matrix. Broadcasting would copy the factor for each.
     """
     batch = np.broadcast_shapes(factors.shape[:-2], points.shape[:-1])
     own = (1,) * (len(batch) - factors.ndim + 2) + factors.shape[:-2]
-    # Dimensions along which there is a factor each, then those that share one.
+    # First the dimensions with separate factors, then those that share one.
     order = sorted(range(len(batch)), key=lambda axis: own[axis] == 1)
     each = [batch[axis] for axis in order if own[axis] != 1]
     features = points.shape[-1]
@@ -142,7 +142,7 @@ def _solved(factors: Tensor, points: Tensor) -> Tensor:
 
 
 def _standard_normal(shape: tuple[int, ...], like: Tensor, library: str | None, generator: Any) -> Tensor:
-    """Drawn by ``library``, so that its seeds hold; in the dtype and on the device of ``like``."""
+    """Draws with ``library``, so that its seeds apply, in the dtype and on the device of ``like``."""
     drawn: Any
     if generator is not None and _library_of_generator(generator) != library:
         raise TypeError(

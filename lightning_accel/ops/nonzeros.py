@@ -1,8 +1,8 @@
-"""Finds what is to be kept of a dense tensor, piece by piece: NumPy's loops on a CPU, torch's kernels elsewhere.
+"""Finds the elements of a dense tensor to keep, piece by piece: NumPy's loops on a CPU, torch's kernels elsewhere.
 
-NumPy's ``flatnonzero`` takes less than a tenth of the time of ``torch.nonzero`` at half density, and where it does
-worst, at a twentieth to a tenth, one thread of it takes as long as two of torch's. Two passes, so that the result is
-allocated once and at its size: the first counts, the second writes.
+NumPy's ``flatnonzero`` takes less than a tenth of the time of ``torch.nonzero`` at half density. At its worst
+densities, a twentieth to a tenth, one NumPy thread takes as long as two of torch's. There are two passes, so that the
+result is allocated once with its final size: the first counts, the second writes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from lightning_accel.ops.arrays import tensor_as_numpy
 
 Kept = Literal["nonzero", "relu"]
-"""What differs from zero; or of that what a ReLU lets pass, which is NaN too."""
+"""What to keep: nonzero elements, or those of them that a ReLU passes, including NaN."""
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → the dtype that reads its bit pattern as a signed integer."""
 
 Test = Callable[[Any], Any]
-"""Elements → booleans, elementwise, written with operators that NumPy arrays and tensors share."""
+"""Elements → booleans, elementwise, with operators that NumPy arrays and tensors share."""
 
-# Elements. On a CPU what is worked on stays in the cache; on a GPU a kernel is to take longer than its launch.
+# Elements. On a CPU a piece fits the cache; on a GPU a kernel takes longer than its launch.
 _HOST_PIECE, _DEVICE_PIECE = 1 << 18, 1 << 22
 
 _TESTS: dict[Kept, Test] = {"nonzero": lambda numbers: numbers != 0, "relu": lambda numbers: ~(numbers <= 0)}
@@ -39,16 +39,16 @@ _MOST_NARROW = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What was kept of a tensor, in the order of its rows."""
+    """The kept elements of a tensor, in row order."""
 
-    indices: Tensor  # (D, nnz) by coordinates, one row a dimension; (1, nnz) by compressed rows, the columns
+    indices: Tensor  # COO: (D, nnz), one row per dimension; CSR: (1, nnz), the columns
     values: Tensor  # (nnz,), of the tensor's dtype
-    row_starts: Tensor | None = None  # (M + 1,) by compressed rows: where each begins, and where the last one ends
+    row_starts: Tensor | None = None  # CSR: (M + 1,), the starts of rows and the end of the last
 
 
 def count(x: Tensor, kept: Kept) -> int:
-    """How many elements of ``x``, of any shape and strides, are to be kept. Waits for a GPU."""
-    x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))  # as it lies in memory: nothing to copy
+    """Returns how many elements of ``x``, of any shape and strides, are kept. Waits for a GPU."""
+    x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))  # in memory order, so nothing is copied
     if x.is_cpu:
         test = _host_test(kept, x.dtype)
         return sum(int(np.count_nonzero(test(piece))) for piece in _pieces(_as_numpy(x), _HOST_PIECE))
@@ -56,11 +56,11 @@ def count(x: Tensor, kept: Kept) -> int:
 
 
 def collect(x: Tensor, kept: Kept, *, compress_rows: bool, narrow: bool) -> Entries:
-    """The elements to be kept, and where they are. On a GPU the host waits once, for their number.
+    """Returns the kept elements and their positions. On a GPU the host waits once, for their number.
 
-    Beside the result no more is allocated than one piece and its positions take: on a CPU 0.5 to 12 MiB, by density.
-    ``x``: (M, N) to compress rows, which is CSR rather than COO, else of any shape; any strides. ``narrow``: indices
-    are int32 where every number fits, rather than int64.
+    Besides the result, only one piece and its positions are allocated: on a CPU 0.5 to 12 MiB, depending on density.
+    ``x`` has any strides, and shape (M, N) if rows are compressed (CSR rather than COO), otherwise any shape.
+    ``narrow`` means int32 indices if all numbers fit, rather than int64.
     """
     nnz, found = (_host_found if x.is_cpu else _device_found)(x, kept)
     fits = max(nnz if compress_rows else 0, *x.shape, 0) <= _MOST_NARROW
@@ -75,20 +75,20 @@ def collect(x: Tensor, kept: Kept, *, compress_rows: bool, narrow: bool) -> Entr
 
 
 def passes_relu(dtype: torch.dtype) -> Test:
-    """The test, on bit patterns read as signed integers, for what a ReLU lets pass of a floating-point ``dtype``."""
+    """Returns the test, on bit patterns as signed integers, for what a ReLU of a floating-point ``dtype`` passes."""
     minus_infinity = word_of(float("-inf"), dtype)
-    # From the lowest: -0.0 to -inf, negative NaNs, 0.0, what is above zero, positive NaNs.
+    # In increasing order: -0.0 to -inf, negative NaNs, 0.0, positive numbers, positive NaNs.
     return lambda words: (words > minus_infinity) & (words != 0)
 
 
 @functools.cache
 def word_of(value: float, dtype: torch.dtype) -> int:
-    """The bit pattern of a number, read as a signed integer."""
+    """Returns the bit pattern of a number, read as a signed integer."""
     return int(torch.tensor(value, dtype=dtype, device="cpu").view(WORDS[dtype.itemsize]).item())
 
 
 def _write(entries: Entries, shape: torch.Size, found: Iterable[tuple[Any, Any]]) -> None:
-    """Fills the entries with what was found, as (elements, positions among them) piece by piece."""
+    """Fills the entries from pairs of (elements, positions among them), piece by piece."""
     is_host = entries.values.is_cpu
     as_array: Callable[[Tensor], Any] = _as_numpy if is_host else lambda tensor: tensor
     library: Any = np if is_host else torch
@@ -100,7 +100,7 @@ def _write(entries: Entries, shape: torch.Size, found: Iterable[tuple[Any, Any]]
         last = first + len(positions)
         values[first:last] = piece[positions]
         if row_starts is not None:
-            # Of the rows that end in this piece: how many entries there are up to their ends.
+            # For each row that ends in this piece: the number of entries up to its end.
             width = shape[1]
             row, next_row = begin // width + 1, (begin + len(piece)) // width + 1
             ends = library.arange(row * width - begin, next_row * width - begin, width, **device)
@@ -116,7 +116,7 @@ def _write(entries: Entries, shape: torch.Size, found: Iterable[tuple[Any, Any]]
 
 
 def _pieces(x: Any, size: int) -> Iterator[Any]:
-    """The elements in the order of rows, up to ``size`` at a time; copied where they do not lie in that order."""
+    """Yields the elements in row order, at most ``size`` at a time; copies if memory has another order."""
     if 0 in x.shape:
         return
     if x.flags.c_contiguous if isinstance(x, np.ndarray) else x.is_contiguous():
@@ -135,17 +135,17 @@ def _pieces(x: Any, size: int) -> Iterator[Any]:
 
 
 def _host_found(x: Tensor, kept: Kept) -> tuple[int, Iterator[tuple[Any, Any]]]:
-    """How many there are, and the pieces with the positions in them."""
+    """Returns the number of kept elements, and pairs of (piece, positions in it)."""
     array, test = _as_numpy(x), _host_test(kept, x.dtype)
     known: Iterable[Any]
-    # What is not contiguous is counted in another order.
+    # Noncontiguous tensors are counted in another order.
     nnz, known = _first_pass(array, test) if x.is_contiguous() else (count(x, kept), itertools.repeat(None))
     pieces = zip(_pieces(array, _HOST_PIECE), known, strict=False)
     return nnz, ((piece, np.flatnonzero(test(piece)) if at is None else at) for piece, at in pieces)
 
 
 def _first_pass(array: Any, test: Test) -> tuple[int, list[Any]]:
-    """How many there are, and in each piece where, or None; where they are few, they need not be looked for twice."""
+    """Returns the number of kept elements, and their positions per piece: None if they exceed the room to store."""
     nnz, room = 0, _HOST_PIECE
     known = []
     for piece in _pieces(array, _HOST_PIECE):
@@ -160,11 +160,11 @@ def _first_pass(array: Any, test: Test) -> tuple[int, list[Any]]:
 def _host_test(kept: Kept, dtype: torch.dtype) -> Test:
     if dtype not in _HALVES:
         return _TESTS[kept]
-    return passes_relu(dtype) if kept == "relu" else lambda words: words << 1 != 0  # but for the sign
+    return passes_relu(dtype) if kept == "relu" else lambda words: words << 1 != 0  # ignores the sign
 
 
 def _as_numpy(x: Tensor) -> Any:
-    """The same memory; halves as integers: NumPy has no bfloat16, and compares float16 one by one."""
+    """Returns the same memory; 16-bit floats as integers: NumPy lacks bfloat16 and compares float16 slowly."""
     return tensor_as_numpy(x.view(torch.int16) if x.dtype in _HALVES else x)
 
 
@@ -172,7 +172,7 @@ def _as_numpy(x: Tensor) -> Any:
 
 
 def _device_found(x: Tensor, kept: Kept) -> tuple[int, Iterator[tuple[Tensor, Tensor]]]:
-    """How many there are, and the pieces with the positions in them."""
+    """Returns the number of kept elements, and pairs of (piece, positions in it)."""
     test = _TESTS[kept]
     counts = _device_counts(x, test)
     pieces = zip(_pieces(x, _DEVICE_PIECE), counts, strict=True)
@@ -180,6 +180,6 @@ def _device_found(x: Tensor, kept: Kept) -> tuple[int, Iterator[tuple[Tensor, Te
 
 
 def _device_counts(x: Tensor, test: Test) -> list[int]:
-    """How many in every piece: the one place that waits for the device."""
+    """Returns the number of kept elements in each piece. Only this waits for the device."""
     counts = [test(piece).sum() for piece in _pieces(x, _DEVICE_PIECE)]
     return [int(here) for here in torch.stack(counts).tolist()] if counts else []

@@ -1,4 +1,4 @@
-"""Sliding windows, products of sliding windows, and products of many pairs at once."""
+"""Sliding windows, matrix products of sliding windows, and many matrix products at once."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from lightning_accel.ops.arrays import ArrayT, as_tensors, common_library, libra
 
 Pair: TypeAlias = tuple[Any, Any]
 
-# Device → from how many pairs on, and up to how many elements of a matrix, a group is stacked. A stack is a copy, and
-# finding the groups takes half a microsecond a pair. On a CPU of two cores, forward and backward together were 1.05 to
-# 1.6 times as fast as a loop (forward alone, 0.5 to 1.3 times) for 16 to 256 pairs of up to 64x64; at 128x128, one
-# product alone keeps the cores busy. On a GPU, a product costs a launch of some microseconds, in which it computes
-# 512x512; reckoned from that, not measured.
+# Device → (fewest pairs, most elements of a matrix) for which a group is stacked. Stacking copies, and grouping takes
+# half a microsecond per pair. On a CPU with two cores, forward and backward together were 1.05 to 1.6 times as fast as
+# a loop (forward alone 0.5 to 1.3 times) for 16 to 256 pairs of up to 64x64; at 128x128 one product keeps the cores
+# busy. On a GPU a launch takes a few microseconds, in which the GPU computes 512x512: an estimate, not measured.
 _STACKED = {"cpu": (16, 64 * 64), "cuda": (4, 512 * 512)}
 _SIDE_STREAMS = 4
-_CAST = {torch.float16, torch.bfloat16, torch.float32}  # by autocast
+_CAST = {torch.float16, torch.bfloat16, torch.float32}  # autocast converts these
 
 
 def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
-    """All windows of ``size`` along an axis, as a view: nothing is copied, whatever the dtype and the strides.
+    """Returns all windows of ``size`` along an axis, as a view: nothing is copied, for any dtype and strides.
 
-    Windows overlap where ``step`` is smaller than ``size``: what is written into one would be seen in others. NumPy's
-    view is read-only; CuPy and torch have no such views, and it is for the caller not to write.
+    Windows overlap if ``step`` is smaller than ``size``: a write into one changes others. NumPy's view is read-only.
+    CuPy and torch have no read-only views, so the caller must not write.
 
     Args:
         x: Of NumPy, CuPy or torch.
-        size: Of a window, in elements.
+        size: Elements in a window.
         step: From the beginning of a window to that of the next. Elements after the last whole window are left out.
-        axis: Along which windows slide.
+        axis: The axis along which windows slide.
 
     Returns:
-        ``x``'s shape with the number of windows in the axis's place, and a last axis of ``size`` more, as
-        :meth:`torch.Tensor.unfold` has it. Tensors keep their gradients.
+        The shape of ``x`` with the number of windows in place of the axis, and an additional last axis of ``size``, as
+            in :meth:`torch.Tensor.unfold`. Tensors keep their gradients.
 
     Raises:
-        TypeError: ``x`` is no array; a number is no integer.
-        ValueError: ``size`` is less than 1 or more than the axis's length, ``step`` less than 1; there is no such axis.
+        TypeError: ``x`` is not an array; a number is not an integer.
+        ValueError: ``size`` is less than 1 or more than the axis's length, ``step`` is less than 1, or the axis does
+            not exist.
     """
     library = common_library("windows", {"x": x})
     array: Any = x
@@ -65,30 +65,29 @@ def windows(x: ArrayT, size: int, step: int = 1, axis: int = -1) -> ArrayT:
     step = _integer("windows", "step", step)
     if step < 1:
         raise ValueError(f"windows(step={step}) of an axis of length {array.shape[axis]}. Allowed: 1 or more.")
-    # Beyond the axis there is one window, and in the end numbers that no stride can be.
+    # A larger step gives one window too, but may overflow a stride.
     return cast(ArrayT, _unfolded(library, array, axis % array.ndim, size, min(step, array.shape[axis])))
 
 
 def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = False) -> ArrayT:
-    """All products ``a @ b[..., i:i + window]``.
+    """Returns all products ``a @ b[..., i:i + window]``.
 
     They are windows of ``a @ b``: that product is computed once, and the result is a view of it. It takes as much
-    memory as the product, ``(..., M, T)``, where separate products would take about ``window`` times as much.
+    memory as the product, ``(..., M, T)``. Separate products would take about ``window`` times as much.
 
     Args:
-        a: ``(..., M, K)``; the leading dimensions are broadcast with those of ``b``. Floating point, complex numbers,
-            and integers, which wrap around, but for tensors on a GPU. Each library multiplies its own.
+        a: ``(..., M, K)``; the leading dimensions broadcast with those of ``b``. Floating point, complex numbers, and
+            integers, which wrap around, except tensors on a GPU. Each library multiplies its own arrays.
         b: ``(..., K, T)``, of the same library and dtype. Under ``torch.autocast``, tensors may differ in dtype.
         window: Columns of ``b`` in each product, 1 to ``T``.
-        materialize: Copies the view, into memory of its own that may be written to: ``window`` times as much.
+        materialize: Whether to copy the view into memory that may be written to: ``window`` times as much.
 
     Returns:
-        ``(..., num_windows, M, window)`` with ``num_windows = T - window + 1``, of the inputs' library. The view of
-        NumPy is read-only; writing to those of CuPy and torch would change other windows. Tensors keep their
-        gradients.
+        ``(..., num_windows, M, window)`` with ``num_windows = T - window + 1``, of the inputs' library. NumPy's view is
+            read-only; writing to those of CuPy and torch would change other windows. Tensors keep their gradients.
 
     Raises:
-        TypeError: The arrays are of several libraries, or of several dtypes, or of one that has no product there.
+        TypeError: The arrays are of several libraries or dtypes, or of a dtype without a product there.
         ValueError: The inner dimensions differ, the leading ones cannot be broadcast, or the window does not fit.
     """
     asker = "sliding_matmul"
@@ -103,25 +102,25 @@ def sliding_matmul(a: ArrayT, b: ArrayT, window: int, *, materialize: bool = Fal
 
 
 def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
-    """The products ``a @ b`` of many pairs, in fewer and larger calls.
+    """Returns the products ``a @ b`` of many pairs, computed in fewer and larger calls.
 
-    Pairs that are alike in shape, dtype and device make a group. A group of many small matrices is stacked into one
-    batched product; others are multiplied one by one. On a GPU, the groups run side by side on streams of their own,
-    and the current stream waits for all of them. That is for gradients and for GPUs: on a CPU, a loop of tensors
-    without gradients is about as fast (the figures are at the top of the file), and NumPy's arrays go by a loop.
+    Pairs with the same shapes, dtype and device form a group. A group of many small matrices is stacked into one
+    batched product; others are multiplied one by one. On a GPU, groups run in parallel on separate streams, and the
+    current stream waits for all of them. This helps with gradients and on GPUs. On a CPU, a loop over tensors without
+    gradients is about as fast (figures at the top of the file), and NumPy arrays use a loop.
 
     Args:
         pairs: ``(a, b)`` with ``a`` of ``(..., M, K)`` and ``b`` of ``(..., K, N)``, in one dtype, as for
-            :func:`sliding_matmul`; all of one library. CuPy's are multiplied by torch, all on one device.
+            :func:`sliding_matmul`; all of one library. CuPy arrays are multiplied by torch, all on one device.
 
     Returns:
-        The products ``(..., M, N)`` in the order of the pairs. Those of a stack are views of one batch: each keeps all
-        of it alive, and while gradients are recorded none can be written to. Tensors keep their gradients; where some
-        products of a stack go unused, their inputs are given gradients of zeros, rather than none.
+        The products ``(..., M, N)`` in the order of the pairs. Those of a stack are views of one batch: each keeps the
+            whole batch alive, and none can be written to while gradients are recorded. Tensors keep their gradients; if
+            some products of a stack are not used, their inputs get gradients of zeros instead of None.
 
     Raises:
-        TypeError: As of :func:`sliding_matmul`, with the index of the pair.
-        ValueError: Likewise; the arrays of a pair are on several devices.
+        TypeError: As in :func:`sliding_matmul`, with the index of the pair.
+        ValueError: Likewise; or the arrays of a pair are on several devices.
     """
     listed: list[Pair] = []
     for index, pair in enumerate(pairs):
@@ -176,7 +175,7 @@ def _products(pairs: Sequence[Pair]) -> list[Any]:
 
 
 def _grouped(pairs: Sequence[Pair]) -> list[list[int]]:
-    """The indices of pairs that are alike, in the order of their first; each kind of pair is checked."""
+    """Returns the indices of equal kinds of pairs, in order of first occurrence. Checks each kind."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, (a, b) in enumerate(pairs):
         key = (a.shape, b.shape, a.dtype, b.dtype, *_tensor_traits(a), *_tensor_traits(b))
@@ -188,7 +187,7 @@ def _grouped(pairs: Sequence[Pair]) -> list[list[int]]:
 
 
 def _tensor_traits(array: Any) -> tuple[Any, ...]:
-    """What else tensors of one stack have in common: else a constant among others would be given a gradient."""
+    """Returns what else tensors of a stack must share: otherwise a constant would get a gradient."""
     return (array.device, array.layout, array.requires_grad) if isinstance(array, Tensor) else ()
 
 
@@ -197,7 +196,7 @@ def _on_stream(side: torch.cuda.Stream, group: Sequence[Pair]) -> Sequence[Tenso
     side.wait_stream(current)
     with torch.cuda.stream(side):
         products = _products_of_group(group)
-    # The backward pass reads the inputs on the side stream again, after which their memory may go to others.
+    # The backward pass reads the inputs on the side stream again. Their memory must not be reused before that.
     for tensor in itertools.chain.from_iterable(group):
         tensor.record_stream(side)
     for product in products:
@@ -207,7 +206,7 @@ def _on_stream(side: torch.cuda.Stream, group: Sequence[Pair]) -> Sequence[Tenso
 
 @functools.cache
 def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """The same at every call: memory of one stream is not given to another, so that new ones would take more each."""
+    """Returns the same streams at every call: memory of one stream is not reused by another."""
     return tuple(torch.cuda.Stream(device) for _ in range(_SIDE_STREAMS))  # type: ignore[no-untyped-call]
 
 
@@ -215,7 +214,7 @@ def _products_of_group(group: Sequence[Pair]) -> Sequence[Any]:
     a, b = group[0]
     least_pairs, most_elements = _STACKED.get(a.device.type, (math.inf, 0))
     is_stacked = len(group) >= least_pairs and max(a.numel(), b.numel()) <= most_elements
-    # With unlike numbers of dimensions, the new first one would meet another in broadcasting.
+    # With different numbers of dimensions, the new first one would broadcast against the wrong one.
     if not is_stacked or a.ndim != b.ndim or not a.layout == b.layout == torch.strided:
         return [_product("batched_matmul", a, b) for a, b in group]
     stacks = [torch.stack(matrices) for matrices in zip(*group, strict=True)]
@@ -233,7 +232,7 @@ def _product(asker: str, a: Any, b: Any) -> Any:
 
 
 def _check_product(asker: str, a: Any, b: Any) -> None:
-    """``a`` and ``b``: of one library."""
+    """Checks that ``a`` and ``b``, of one library, can be multiplied."""
     leading = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
     can_broadcast = all(m == n or 1 in (m, n) for m, n in leading)
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2] or not can_broadcast:
@@ -241,7 +240,7 @@ def _check_product(asker: str, a: Any, b: Any) -> None:
             f"{asker}: no product of a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)}. Allowed: (..., M, K)"
             " and (..., K, T), with leading dimensions that can be broadcast."
         )
-    if getattr(a, "device", None) != getattr(b, "device", None):  # NumPy's have none before version 2
+    if getattr(a, "device", None) != getattr(b, "device", None):  # NumPy arrays before version 2 have none
         raise ValueError(f"{asker}: a on {a.device}, b on {b.device}. Move them to one device.")
     if a.dtype != b.dtype:
         is_cast = isinstance(a, Tensor) and {a.dtype, b.dtype} <= _CAST and torch.is_autocast_enabled(a.device.type)

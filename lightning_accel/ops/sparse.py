@@ -1,6 +1,6 @@
-"""Dense arrays as sparse ones, CSR and COO, read chunk by chunk: beside the result next to nothing is allocated.
+"""Converts dense arrays to sparse ones, CSR and COO, piece by piece: little more than the result is allocated.
 
-Zero is what equals zero: a negative zero is left out, NaN is kept. What comes out is of the library that went in:
+Elements equal to zero are left out, negative zero too; NaN is kept. The result is of the input's library:
 ``torch.sparse_csr`` and coalesced ``torch.sparse_coo`` tensors, SciPy's ``csr_array`` and ``coo_array`` for NumPy,
 ``csr_matrix`` and ``coo_matrix`` of ``cupyx.scipy.sparse`` for CuPy.
 """
@@ -27,52 +27,52 @@ _SPARSE_DTYPES = {
     "NumPy": _REAL | _COMPLEX | _INTEGERS | {torch.bool, torch.uint16, torch.uint32, torch.uint64},
     "CuPy": _REAL | _COMPLEX | {torch.bool},
 }
-"""What the sparse arrays of each library can hold, and compute with."""
+"""Library → dtypes that its sparse arrays can hold and compute with."""
 
 _COO_DIMS = {"torch": (0, 64), "NumPy": (1, 64), "CuPy": (2, 2)}
 
 
 def to_csr(x: Any) -> Any:
-    """The array in compressed sparse rows.
+    """Converts an array to compressed sparse rows.
 
-    Tensors keep their gradient, which is that of torch's ``to_sparse_csr()``. Peak memory: the input, the result and
-    one chunk. On a GPU the host waits once, for the number of values.
+    Tensors keep their gradient, which is that of torch's ``to_sparse_csr()``. Peak memory is the input, the result and
+    one piece. On a GPU the host waits once, for the number of values.
 
     Args:
         x: (M, N), dense, of NumPy, CuPy or torch.
 
     Returns:
-        (M, N), of the same dtype. Indices are int64 for torch, elsewhere int32 where they fit.
+        (M, N), of the same dtype. Indices are int64 for torch, otherwise int32 if they fit.
 
     Raises:
-        TypeError: ``x`` is no array, is sparse already, or is of a dtype that its library has no sparse arrays of.
-        ValueError: ``x`` has a number of dimensions that its library has no such arrays of.
+        TypeError: ``x`` is not an array, is sparse already, or has a dtype that its library's sparse arrays lack.
+        ValueError: ``x`` has a number of dimensions that its library's sparse arrays do not support.
         ImportError: ``x`` is a NumPy array and SciPy is not installed.
     """
     return _convert("to_csr", x, "csr", "nonzero")
 
 
 def to_coo(x: Any) -> Any:
-    """The array as coordinates and values, in the order of rows; all else as with :func:`to_csr`.
+    """Converts an array to coordinates and values, in row order. All else is as in :func:`to_csr`.
 
     Args:
-        x: Dense, of NumPy, CuPy or torch. Any number of dimensions for torch, two for CuPy; for NumPy what the SciPy
-            at hand takes: two, since version 1.13 also one, since 1.15 more.
+        x: Dense, of NumPy, CuPy or torch. Any number of dimensions for torch, two for CuPy. For NumPy it depends on
+            SciPy: two, since version 1.13 also one, since 1.15 more.
 
     Returns:
-        Of the shape and dtype of ``x``.
+        An array with the shape and dtype of ``x``.
     """
     return _convert("to_coo", x, "coo", "nonzero")
 
 
 def sparse_relu(x: Any, layout: Layout = "csr") -> Any:
-    """``relu(x)`` as a sparse array; the dense one is never built.
+    """Returns ``relu(x)`` as a sparse array, without building the dense one.
 
-    As with ``torch.relu``, NaN stays, and gradients pass where the result is not zero.
+    As with ``torch.relu``, NaN is kept, and gradients pass where the result is not zero.
 
     Args:
-        x: As for :func:`to_csr` or :func:`to_coo`, but neither complex nor boolean, which are a ``TypeError``.
-        layout: ``"csr"`` or ``"coo"``; else a ``ValueError``.
+        x: As for :func:`to_csr` or :func:`to_coo`. Complex and boolean arrays raise a ``TypeError``.
+        layout: ``"csr"`` or ``"coo"``. Anything else raises a ``ValueError``.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"sparse_relu(layout={layout!r}). Allowed: 'csr', 'coo'.")
@@ -80,9 +80,9 @@ def sparse_relu(x: Any, layout: Layout = "csr") -> Any:
 
 
 def density(x: Any) -> float:
-    """The share of a dense array's elements that are not zero, from 0 to 1; 0 for one without elements.
+    """Returns the share of nonzero elements in a dense array, from 0 to 1; 0 for an empty array.
 
-    Waits for a GPU. Raises a ``TypeError`` where ``x`` is no array of NumPy, CuPy or torch, or is sparse.
+    Waits for a GPU. Raises a ``TypeError`` if ``x`` is not an array of NumPy, CuPy or torch, or is sparse.
     """
     (tensor,), _ = as_tensors("density", x=x)
     _check_dense("density", tensor)
@@ -98,7 +98,7 @@ def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
     make = _maker(asker, library, layout)
     entries = collect(tensor, kept, compress_rows=layout == "csr", narrow=True)
     if library == "CuPy" and entries.indices.dtype != torch.int32:
-        # It would be given, and cut off.
+        # CuPy would accept the indices and truncate them.
         raise ValueError(
             f"{asker}(x=...) has shape {tuple(tensor.shape)} and {len(entries.values)} values. CuPy's indices have 32"
             " bits: convert it in parts, or as a tensor (torch.from_dlpack)."
@@ -106,12 +106,12 @@ def _convert(asker: str, x: Any, layout: Layout, kept: Kept) -> Any:
     values, indices = back(entries.values), tuple(back(index) for index in entries.indices)
     parts = (values, indices) if entries.row_starts is None else (values, *indices, back(entries.row_starts))
     made = make(parts, shape=tuple(tensor.shape))
-    made.has_canonical_format = True  # known here, and else found out by looking at every index
+    made.has_canonical_format = True  # otherwise found by checking every index
     return made
 
 
 def _maker(asker: str, library: str, layout: Layout) -> Any:
-    """The class of sparse arrays of SciPy, or of CuPy."""
+    """Returns the sparse array class of SciPy or CuPy."""
     if library == "CuPy":
         from cupyx.scipy import sparse
 
@@ -146,15 +146,15 @@ def _check_dense(asker: str, x: Tensor) -> None:
 
 
 class _Sparse(torch.autograd.Function):
-    """A dense tensor to a sparse one.
+    """Converts a dense tensor to a sparse one.
 
-    The gradient may come in any layout, and goes on dense: of a conversion as it comes, as after torch's own; of a
-    ReLU where something was kept. Both are linear in it, so that it can be differentiated again.
+    The gradient may have any layout and is passed on dense: unchanged for a conversion, as after torch's own; for a
+    ReLU, only where elements were kept. Both are linear in the gradient, so that it can be differentiated again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, kept: Kept) -> Tensor:
-        # Conjugated and negated views have no memory of their own that says so; these alone are copied.
+        # Only lazily conjugated or negated views are copied, since their memory does not hold their values.
         entries = collect(plain(x), kept, compress_rows=layout == "csr", narrow=False)
         ctx.shape, ctx.is_relu = x.shape, kept == "relu"
         if ctx.is_relu:
@@ -183,10 +183,10 @@ def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
 
 @functools.cache
 def _hear_of_beta() -> None:
-    """Lets torch say of a first CSR tensor, once a process and where nobody hears it, that they are in beta.
+    """Creates a first CSR tensor, once per process, to consume torch's warning that these are in beta.
 
-    And in torch 2.11 that their invariants are not checked, though it was told so. Once, as filters are process-wide
-    and every change of theirs makes Python repeat what it had warned of once.
+    Torch 2.11 also warns that invariants are not checked, although that was requested. This runs once, because filters
+    are process-wide and each change makes Python repeat earlier warnings.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)

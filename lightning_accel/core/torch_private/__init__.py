@@ -1,7 +1,7 @@
-"""Every private name of torch that the library uses, one function each, and the few of others than Lightning.
+"""Every private name of torch that the library uses, one function each, and a few of other libraries.
 
-A function says why it is needed, since which torch the name is known, and what is done where it is missing. What a new
-torch has dropped then fails in one test of tests/core/torch_private, which says in plain words what broke.
+A function says why it is needed, since which torch version the name exists, and what happens if it is missing. If a new
+torch drops a name, one test of tests/core/torch_private fails and says what broke.
 
-Nothing is imported here: a name is taken out of the module that defines it.
+Nothing is imported here: import a name from the module that defines it.
 """

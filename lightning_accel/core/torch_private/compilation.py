@@ -1,4 +1,4 @@
-"""Private names of what compiles: TorchDynamo and TorchInductor."""
+"""Private names of compilers: TorchDynamo and TorchInductor."""
 
 from __future__ import annotations
 
@@ -20,24 +20,21 @@ from torch.utils import _pytree
 
 
 def dynamo_is_loaded() -> bool:
-    """Whether anything may have been compiled: ``torch._dynamo`` is imported with it, in a second, and only then."""
+    """Returns whether anything may have been compiled: only compiling imports ``torch._dynamo``, which takes 1 s."""
     return "torch._dynamo" in sys.modules
 
 
 def graphs_captured() -> int:
-    """How many graphs ``torch.compile`` has captured: ``torch._dynamo.utils.counters``, since torch 2.0.
+    """Returns how many graphs ``torch.compile`` has captured: ``torch._dynamo.utils.counters``, since torch 2.0.
 
-    What is captured at every step is never done compiling. Without it, none are said to be.
+    Code that is captured at every step never finishes compiling. Without the name: an ``AttributeError``.
     """
-    utils = sys.modules.get("torch._dynamo.utils")  # every step asks
+    utils = sys.modules.get("torch._dynamo.utils")  # runs at every step
     return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def compiling_ms() -> float:
-    """What ``torch.compile`` has taken so far, milliseconds: ``torch._dynamo.utils.calculate_time_spent``, torch 2.5.
-
-    Without it, nothing is said to be.
-    """
+    """Returns the milliseconds spent in ``torch.compile``: ``torch._dynamo.utils.calculate_time_spent``, torch 2.5."""
     if not dynamo_is_loaded():
         return 0.0
     spent_s = importlib.import_module("torch._dynamo.utils").calculate_time_spent()
@@ -45,9 +42,9 @@ def compiling_ms() -> float:
 
 
 def dynamo_is_off() -> bool:
-    """Whether ``torch.compiler.set_stance("force_eager")`` or TORCHDYNAMO_DISABLE is in force: ``_stance``, torch 2.6.
+    """Returns whether ``set_stance("force_eager")`` or TORCHDYNAMO_DISABLE is in force: ``_stance``, torch 2.6.
 
-    Set publicly, and asked nowhere. A capture then runs what it captured as it was written, out of sight of modes.
+    The stance can be set publicly, but not read. A capture would then run its code as written, unseen by modes.
     """
     eval_frame: Any = _eval_frame()
     return bool(eval_frame._stance.stance == "force_eager" or eval_frame.config.disable)
@@ -60,10 +57,10 @@ def _eval_frame() -> ModuleType:
 
 @contextmanager
 def outside_of_ddp() -> Iterator[None]:
-    """Has Dynamo capture whole graphs inside DDP's forward pass: ``_active_ddp_module``, since torch 1.12.
+    """Makes Dynamo capture whole graphs inside DDP's forward pass: ``_active_ddp_module``, since torch 1.12.
 
-    By DDP's buckets it would cut them up, through attention too; the public setting is for the whole process. Without
-    the name graphs are cut, and attention across a cut is left alone.
+    Dynamo would split graphs at DDP's buckets, even inside attention; the public setting holds for the whole process.
+    Without the name graphs are split, and attention across a split is left alone.
     """
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     DistributedDataParallel._active_ddp_module = None
@@ -74,12 +71,12 @@ def outside_of_ddp() -> Iterator[None]:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` made of its calls: ``_compiled_call_impl``, since torch 2.0. No public way tells."""
+    """Returns the compiled call of ``module.compile()``: ``_compiled_call_impl``, torch 2.0. No public name tells."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """What :func:`compiled_call` reads; None: calls run eagerly. ``module.compile()`` does nothing for torch's own."""
+    """Sets what :func:`compiled_call` reads; None for eager calls. ``module.compile()`` skips torch's own classes."""
     if call is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
@@ -87,15 +84,15 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def compile_with_inductor(graph: GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Any:
-    """What ``torch.compile()`` does with a captured graph: ``torch._inductor.compile``, since torch 2.0.
+    """Compiles a captured graph as ``torch.compile()`` does: ``torch._inductor.compile``, since torch 2.0.
 
-    For a graph that is edited between the two. Without it blocks fail to compile, and run eagerly.
+    Needed because graphs are edited before compilation. Without it blocks fail to compile and run eagerly.
     """
     return torch._inductor.compile(graph, [*inputs], options)
 
 
 def inductor_options(mode: str) -> dict[str, Any]:
-    """The options that a mode of ``torch.compile()`` stands for, by the function that its documentation names.
+    """Returns the options of a mode of ``torch.compile()``, by the function that its documentation names.
 
     ``torch._inductor.list_mode_options``, since torch 2.0: https://docs.pytorch.org/docs/stable/generated/torch.compile
     Without it nothing is compiled, and the run goes on.
@@ -106,14 +103,14 @@ def inductor_options(mode: str) -> dict[str, Any]:
 def compile_to_package(program: ExportedProgram, path: Path) -> None:
     """Compiles an exported program to a file that needs no Python: ``torch._inductor.aoti_compile_and_package``, 2.6.
 
-    Documented: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html. Weights are constants that it
-    may lay out anew. Without the name: an ``AttributeError``.
+    Documented: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html. Weights become constants whose
+    layout the compiler may change. Without the name: an ``AttributeError``.
     """
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs={"freezing": True})
 
 
 def load_package(path: Path) -> Callable[..., Any]:
-    """What :func:`compile_to_package` has written: ``torch._inductor.aoti_load_package``, since torch 2.6.
+    """Loads a file of :func:`compile_to_package`: ``torch._inductor.aoti_load_package``, since torch 2.6.
 
     Without the name: an ``AttributeError``.
     """
@@ -122,9 +119,10 @@ def load_package(path: Path) -> Callable[..., Any]:
 
 
 def cpp_compilers() -> list[str]:
-    """The C++ compilers that TorchInductor looks for, in its order: ``torch._inductor.config.cpp.cxx``, torch 2.0.
+    """Returns the C++ compilers that TorchInductor tries, in order: ``torch._inductor.config.cpp.cxx``, torch 2.0.
 
-    Its own look-up raises, and imports the whole code generator. Without the name: none, and nothing is compiled.
+    Torch's own search raises errors and imports the whole code generator. Without the name the list is empty, and
+    nothing is compiled.
     """
     try:
         configured: Any = importlib.import_module("torch._inductor.config").cpp.cxx
@@ -134,10 +132,10 @@ def cpp_compilers() -> list[str]:
 
 
 def register_constant(kind: type[Any]) -> None:
-    """Has Dynamo take objects of a class for constants, as ``torch.utils._pytree.register_constant`` since torch 2.7.
+    """Makes Dynamo treat objects of a class as constants: ``torch.utils._pytree.register_constant``, since torch 2.7.
 
-    Dynamo of torch 2.11 takes no key of a dict that is a string by inheritance. Where it is missing, nothing is done:
-    models of transformers are then captured with graph breaks.
+    Dynamo of torch 2.11 does not accept dict keys of a subclass of str. Without the name nothing is done, and models of
+    transformers are captured with graph breaks.
     """
     register = getattr(_pytree, "register_constant", None)
     if register is not None:

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import _C
 
-_failed: list[torch.cuda.CUDAGraph] = []  # the allocator of pinned memory goes on asking them
+_failed: list[torch.cuda.CUDAGraph] = []  # kept, since the pinned-memory allocator still uses them
 
 
 def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """Puts right what :meth:`torch.cuda.CUDAGraph.capture_end` leaves undone when it raises.
+    """Cleans up after :meth:`torch.cuda.CUDAGraph.capture_end` has raised.
 
-    The allocator still takes allocations for those of the graph: ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``,
-    since torch 2.0. And random numbers still count as captured, so that the next one raises, until a capture ends well:
-    an empty one does. To be called on a stream that may capture. Without the names the pool's memory is lost.
+    The allocator still assigns allocations to the graph's pool: ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``,
+    since torch 2.0. Random numbers still count as captured, so that the next one raises until a capture succeeds: an
+    empty one is enough. Call this on a stream that may capture. Without the names the pool's memory is lost.
 
     Args:
-        graph: The one that failed.
-        pool: The pool that it was to allocate from.
+        graph: The graph that failed.
+        pool: The pool from which it was to allocate.
         device: The GPU.
     """
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):

@@ -1,4 +1,4 @@
-"""Private names of the modes that see every operation."""
+"""Private names of the modes that intercept every operation."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation under it: ``torch.utils._python_dispatch.TorchDispatchMode``, since torch 1.13.
+    """Intercepts every operation under it: ``torch.utils._python_dispatch.TorchDispatchMode``, since torch 1.13.
 
-    There is no public base for that. Without it the library cannot be imported.
+    There is no public base class. Without it the library cannot be imported.
     """
 
 
 def has_modes() -> bool:
-    """Whether dispatch or function modes see every operation: ``_len_torch_dispatch_stack``, since torch 2.0.
+    """Returns whether a dispatch mode or function mode is active: ``_len_torch_dispatch_stack``, since torch 2.0.
 
-    TorchDynamo captures nothing, or anew, under them. Without the name every captured attention runs as it was
-    written, for the reason that the AttributeError gives.
+    Under modes, TorchDynamo captures nothing or captures again. Without the name every captured attention runs as
+    written, with the AttributeError as the reason.
     """
     return bool(_C._len_torch_dispatch_stack()) or torch.overrides.has_torch_function(_NOTHING)
 
 
-_NOTHING = (None,)  # what only modes can have a torch function for
+_NOTHING = (None,)  # only modes have a torch function for this
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Has nobody who watches operations see those inside: ``_disable_current_modes``, since torch 2.0.
+    """Hides the operations inside the context from all dispatch modes: ``_disable_current_modes``, since torch 2.0.
 
-    Somebody may be counting FLOPs while a trial runs. Without it every trial fails, and says so.
+    A mode may be counting FLOPs while a trial runs. Without the name every trial fails and reports it.
     """
     return _disable_current_modes()
 
 
 @contextmanager
 def without_function_modes() -> Iterator[list[Any]]:
-    """Takes the function modes away, yields them, outermost first, and puts them back.
+    """Removes the function modes, yields them, outermost first, and restores them at the end.
 
-    ``_pop_mode`` of ``torch.overrides``, since torch 2.0; a mode's own exit may do more than that, and its own entry
-    more than that of the base class. As for :func:`has_modes`.
+    ``_pop_mode`` of ``torch.overrides``, since torch 2.0. A mode's own ``__enter__`` and ``__exit__`` may do more than
+    those of the base class, so they are not called. If the name is missing: as for :func:`has_modes`.
     """
     overrides: Any = torch.overrides
     modes: list[Any] = []

@@ -1,4 +1,4 @@
-"""Private names of ``nn.Module`` and of torch's layers: calls, hooks, parts, what initialises them."""
+"""Private names of ``nn.Module`` and torch's layers: calls, hooks, parts, initialisation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils.hooks import RemovableHandle
 
 
 def eager_call(module: nn.Module | type[nn.Module]) -> Callable[..., Any]:
-    """A module's call, its hooks included, past whatever was compiled: ``_call_impl``, since torch 1.6.
+    """Returns a module's call with its hooks, but without compiled code: ``_call_impl``, since torch 1.6.
 
-    Of the class: the function whose frame lies between a caller and a forward pass.
+    For a class: the function whose frame lies between a caller and a forward pass.
     """
     return module._call_impl
 
 
 def _attribute_of_hooks(register: Callable[..., RemovableHandle]) -> str:
-    """The attribute in which a module keeps the hooks that ``register`` takes: the handle refers to them."""
+    """Returns the attribute in which a module keeps the hooks of ``register``, found through the handle."""
     module = nn.Module()
     hooks = register(module, lambda *args: None).hooks_dict_ref()
     return next(name for name, value in vars(module).items() if value is hooks)
@@ -36,16 +36,16 @@ _HOOKS = (
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """A module's own forward hooks, forward pre-hooks, backward hooks and backward pre-hooks, each by its handle.
+    """Returns a module's own forward hooks, forward pre-hooks, backward hooks and backward pre-hooks, by handle.
 
-    Whoever hooks a module sees its inputs and outputs. Torch can only add hooks, not list them; where it keeps them is
-    found by adding one. Where one kind is missing (a module may answer for its own attributes), as if it were empty.
+    Hooks on a module see its inputs and outputs. Torch can add hooks but not list them, so the attributes were found by
+    adding one hook. A missing kind counts as empty (a module may define its own attribute access).
     """
     return tuple(vars(module).get(name) or {} for name in _HOOKS)
 
 
 def _attribute_of_parts(part: Any) -> str:
-    """The attribute in which a module keeps parts of this kind: where one is found that was set."""
+    """Returns the attribute in which a module keeps parts of this kind, found by setting one."""
     module = nn.Module()
     module.part = part
     return next(name for name, value in vars(module).items() if isinstance(value, dict) and "part" in value)
@@ -55,27 +55,27 @@ _PARTS = tuple(map(_attribute_of_parts, (nn.Module(), nn.Parameter(torch.empty(0
 
 
 def parts_of(module: nn.Module) -> list[Any]:
-    """A module's own modules, parameters and buffers, empty slots among them, in a microsecond.
+    """Returns a module's own modules, parameters and buffers, including empty slots, in one microsecond.
 
-    The public ways, which are generators over names without repetition, take ten times as long. Where they are kept is
-    found by setting one of each; where one kind is missing, as if there were none.
+    The public iterators remove duplicates and take ten times as long. The attributes were found by setting one part of
+    each kind. A missing kind counts as empty.
     """
     return [part for name in _PARTS for part in (vars(module).get(name) or {}).values()]
 
 
 def hooks_on_all_modules() -> list[Any]:
-    """The forward hooks and pre-hooks on every module, which torch can only add, in the dicts that its handles show.
+    """Returns the global forward hooks and pre-hooks, from the dicts in torch's handles: torch can only add such hooks.
 
-    They are to see each part of an attention called, which no graph calls.
+    They must see each part of an attention being called, which a captured graph does not call.
     """
     return [hook for hooks in _HOOKS_ON_ALL for hook in hooks.values()]
 
 
 @contextmanager
 def registrations_unwatched_after() -> Iterator[None]:
-    """Leaves the hooks on every registration of a parameter, buffer or module as it finds them.
+    """Restores the global hooks on registrations of parameters, buffers and modules.
 
-    An export that fails leaves its own behind, until torch 2.12, and they see all that is registered from then on.
+    Before torch 2.12, an export that fails leaves its hooks there, and they see every later registration.
     """
     before = [(hooks, dict(hooks)) for hooks in _HOOKS_ON_REGISTRATIONS]
     try:
@@ -89,7 +89,7 @@ def registrations_unwatched_after() -> Iterator[None]:
 def _hooks_kept_by(handle: RemovableHandle) -> dict[int, Any]:
     handle.remove()
     hooks: dict[int, Any] | None = handle.hooks_dict_ref()
-    assert hooks is not None  # torch holds it
+    assert hooks is not None  # torch keeps the dict alive
     return hooks
 
 
@@ -105,27 +105,27 @@ _HOOKS_ON_REGISTRATIONS = (
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict behind ``register_buffer``: ``_buffers``, since torch 0.1, empty slots and ties among them.
+    """Returns the dict behind ``register_buffer``, with empty slots and ties: ``_buffers``, since torch 0.1.
 
-    The public iterators leave both out. Without it every trial fails, as no module can be put back after it.
+    The public iterators omit both. Without the name every trial fails, since no module can be restored after it.
     """
     return module._buffers
 
 
 def reset_method(module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises a module's own parameters; None where it has no such method.
+    """Returns the method that initialises a module's own parameters; None if it has none.
 
-    Torch's layers have ``reset_parameters()``, except nn.MultiheadAttention and nn.Transformer, which underline it.
-    Without the name: None, and such a layer on the meta device is refused as one without initial values.
+    Torch's layers have ``reset_parameters()``, except nn.MultiheadAttention and nn.Transformer, where it begins with an
+    underscore. Without the name: None, and such a layer on the meta device is refused because it has no initial values.
     """
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return method if callable(method) else None
 
 
 def convolution_method() -> str:
-    """The method that a convolution's forward calls with its weight: ``_conv_forward``, since torch 1.8.
+    """Returns the method to which a convolution's forward passes its weight: ``_conv_forward``, since torch 1.8.
 
-    Patched, it computes on its weight in another layout, while the parameter keeps the one that DDP's buckets have.
-    Without the name an AttributeError takes all edits back, and the step runs as the user wrote it.
+    A patch of it computes with another layout, while the parameter keeps the layout of DDP's buckets. Without the name
+    an AttributeError undoes all edits, and the step runs as the user wrote it.
     """
     return "_conv_forward"

@@ -1,4 +1,4 @@
-"""Private names of other libraries than torch and Lightning."""
+"""Private names of libraries other than torch and Lightning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def init_weights_method(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """What initialises the modules within a model: the convention of transformers, whose models write it themselves.
+    """Returns the method that initialises the modules inside a model: a convention of the transformers library.
 
     Without the name: None, and only :func:`~lightning_accel.core.torch_private.modules.reset_method` counts.
     """
@@ -19,8 +19,8 @@ def init_weights_method(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 def tpu_library() -> Any:
-    """What torch_xla knows of TPUs, ``torch_xla._internal.tpu``, which Lightning asks too; there is no public way.
+    """Returns torch_xla's module about TPUs, ``torch_xla._internal.tpu``, which Lightning uses too.
 
-    Without it (or without torch_xla): an ImportError, and the machine is taken for one without TPUs.
+    There is no public module. Without it or torch_xla: an ImportError, and the machine counts as one without TPUs.
     """
     return importlib.import_module("torch_xla._internal.tpu")

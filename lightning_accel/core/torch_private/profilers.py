@@ -1,4 +1,4 @@
-"""Private names of profilers, and of what CUDA's allocator keeps of its doings."""
+"""Private names of profilers and of the CUDA allocator's history."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import _C
 
 
 def stop_legacy_profiler() -> list[list[Any]]:
-    """Ends autograd's first profiler, and returns its events by thread: ``_disable_profiler_legacy``, torch 1.9.
+    """Stops autograd's first profiler and returns its events by thread: ``_disable_profiler_legacy``, torch 1.9.
 
-    The public way out of it sorts events, and drops in which order allocations were made. Without it no memory budget
-    can be planned on a CPU.
+    The public way sorts events and loses the order of allocations. Without the name no memory budget can be planned on
+    a CPU.
     """
     return _C._autograd._disable_profiler_legacy()
 
 
 def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
-    """Has ``tell`` called before any profiler starts, until the function that is returned is called.
+    """Has ``tell`` called before any profiler starts. Returns a function that ends this.
 
-    All of them begin with ``torch.autograd.profiler._enable_profiler``, since torch 1.9. One profiler at a time is all
-    there can be: ours has to end before another one starts, or that one raises.
+    All profilers start with ``torch.autograd.profiler._enable_profiler``, since torch 1.9. Only one profiler can run:
+    ours must end before another one starts, or that one raises.
     """
     profilers: Any = torch.autograd.profiler
     enable = profilers._enable_profiler
@@ -40,10 +40,10 @@ def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
 
 
 def record_memory_history(*, is_on: bool) -> None:
-    """Has CUDA's allocator keep what it does, with the lines that asked: ``_record_memory_history``, since torch 2.1.
+    """Makes the CUDA allocator record its actions with their source lines: ``_record_memory_history``, since torch 2.1.
 
     Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
-    Without the name: an AttributeError, by which no step is traced on such a device, and the run goes on.
+    Without the name: an AttributeError, so that no step is traced on such a device. The run goes on.
     """
     if is_on:
         torch.cuda.memory._record_memory_history(max_entries=100_000)  # a few hundred MiB at most
@@ -52,9 +52,10 @@ def record_memory_history(*, is_on: bool) -> None:
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """What CUDA's allocator holds and has kept, as https://pytorch.org/memory_viz reads it: ``_snapshot``, torch 2.1.
+    """Returns the CUDA allocator's state and history for https://pytorch.org/memory_viz: ``_snapshot``, torch 2.1.
 
-    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html. As for :func:`record_memory_history`.
+    Documented: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html. Without the name: as for
+    :func:`record_memory_history`.
     """
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
     return snapshot

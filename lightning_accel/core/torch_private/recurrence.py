@@ -1,4 +1,4 @@
-"""LSTM and GRU as torch captures them: whole, in place of unrolled over the example's sequence."""
+"""Captures LSTM and GRU as one operation, instead of unrolled over the example's sequence length."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ OPERATIONS: tuple[Any, ...] = (torch.ops.aten.lstm.input, torch.ops.aten.gru.inp
 
 @contextmanager
 def recurrence_whole() -> Iterator[None]:
-    """Inside, captured graphs have an LSTM or GRU as one operation, for sequences of any length.
+    """Makes captured graphs hold an LSTM or GRU as one operation, for sequences of any length.
 
-    To learn their shapes torch runs Python code that unrolls them, which fixes the length: the kernels of
-    ``OpOverload.py_impl`` and ``torch._decomp.decomposition_table``, since torch 2.1. Inside both only tell shapes.
+    To learn output shapes, torch runs Python code that unrolls the sequence, which fixes its length: the kernels of
+    ``OpOverload.py_impl`` and ``torch._decomp.decomposition_table``, since torch 2.1. Inside the context both only
+    return shapes.
     """
     table: Any = decomposition_table
     before = [(one, {**one.py_kernels}, table[one]) for one in OPERATIONS]
@@ -42,7 +43,7 @@ def _set_kernels(operation: Any, kernels: dict[Any, Any]) -> None:
 def _shapes(
     x: Tensor, states: Any, weights: Any, biases: bool, layers: int, dropout: float, train: bool, both: bool, *_: Any
 ) -> tuple[Tensor, ...]:
-    """What the operation returns, without numbers; ``both``: in both directions."""
+    """Returns empty tensors of the operation's output shapes. ``both`` means bidirectional."""
     found = [states] if isinstance(states, Tensor) else [*states]
     width = found[0].shape[-1] * (2 if both else 1)
     return (x.new_empty((*x.shape[:-1], width)), *(state.new_empty(state.shape) for state in found))

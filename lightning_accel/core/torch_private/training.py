@@ -1,4 +1,4 @@
-"""Private names of what is around a model in training: loaders, scalers, gradients over ranks, the device."""
+"""Private names around a model in training: loaders, gradient scalers, distributed gradients, the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_accel.core.clocks import Stopwatch
 
 
 def exposed_communication(wrapped: DistributedDataParallel) -> float:
-    """Which share of backward passes nothing but communication went on in: ``_get_ddp_logging_data``, since torch 1.8.
+    """Returns the share of backward time in which only communication ran: ``_get_ddp_logging_data``, since torch 1.8.
 
-    DistributedDataParallel times its first ten steps, and each hundredth. Without the name nothing is told apart.
+    DistributedDataParallel times its first ten steps and then every hundredth. Without the name the share is unknown.
     """
     found = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time", "avg_backward_compute_time")
@@ -27,30 +27,30 @@ def exposed_communication(wrapped: DistributedDataParallel) -> float:
 
 
 def check_all_reduced(wrapped: DistributedDataParallel) -> None:
-    """Raises a ``RuntimeError`` after a backward pass in which parameters that DDP waits for got no gradient.
+    """Raises a ``RuntimeError`` if parameters that DDP waits for got no gradient in the last backward pass.
 
-    Publicly DDP says so in the next step, when the optimizer has stepped with what was not averaged. Since torch 2.1.
-    Without the name: it is left to the next step.
+    DDP itself reports this only in the next step, after the optimizer has used gradients that were not averaged.
+    ``_check_reducer_finalized``, since torch 2.1. Without the name DDP's later report remains.
     """
     if (check := getattr(wrapped, "_check_reducer_finalized", None)) is not None:
         check()
 
 
 def optimizer_states(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """What a gradient scaler knows of each optimizer under way, by its id: ``_per_optimizer_states``, torch 1.6.
+    """Returns a gradient scaler's state of each optimizer, by the optimizer's id: ``_per_optimizer_states``, torch 1.6.
 
-    There is found whether gradients overflowed, and what was unscaled and waits for its step has to be kept there over
-    an update. Without it an AttributeError ends float16 training: wrong scales would be silent.
+    It shows whether gradients overflowed. Gradients that were unscaled and wait for their step must be kept there over
+    an update. Without the name an AttributeError ends float16 training: wrong scales would go unnoticed.
     """
     states: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return states
 
 
 def map_parts(function: Callable[[int, Any], Any], data: Any, structure: Any) -> Any:
-    """``data`` with ``function(number, part)`` in place of each part that stands where ``structure`` has a leaf.
+    """Returns ``data`` with each part at a leaf of ``structure`` replaced by ``function(number, part)``.
 
-    Lightning flattens nested loaders with this module, and their order is that of its leaves. Since torch 1.8.
-    Without the name: an ``ImportError``; it would have got a public name.
+    Lightning flattens nested loaders with this module, in the order of its leaves. Since torch 1.8. Without the name:
+    an ``ImportError``, since torch would then offer a public name.
     """
     _, spec = _pytree.tree_flatten(structure)
     parts = [function(number, part) for number, part in enumerate(spec.flatten_up_to(data))]
@@ -58,10 +58,10 @@ def map_parts(function: Callable[[int, Any], Any], data: Any, structure: Any) ->
 
 
 def hold_device(ms: float) -> None:
-    """Has the current CUDA stream do nothing for so many milliseconds, or up to some times that: ``_sleep``, torch 0.4.
+    """Makes the current CUDA stream idle for ``ms`` milliseconds, or up to a few times as long: ``_sleep``, torch 0.4.
 
-    It counts cycles of a clock that goes at 2 GHz at most; the longest is half a second, as displays are reset after
-    two. Without the name no step is held back, and no idle time is found: it is in the other parts.
+    It counts clock cycles at 2 GHz, the highest rate. The limit is half a second, since displays are reset after two
+    seconds. Without the name no step is held back, and idle time is counted in other parts.
     """
     if (sleep := getattr(torch.cuda, "_sleep", None)) is not None:
         sleep(int(2e6 * min(ms, 500.0)))
@@ -69,10 +69,10 @@ def hold_device(ms: float) -> None:
 
 @contextmanager
 def told_of_loading(told: Callable[[float], object]) -> Iterator[None]:
-    """Tells how many milliseconds a DataLoader without workers takes for a batch's samples, which it then collates.
+    """Reports how many milliseconds a DataLoader without workers takes to load a batch's samples before collating.
 
-    Nothing public comes between the two: ``torch.utils.data._utils.fetch``, since torch 1.2. Without it, nothing is
-    told: all of loading is then taken to grow with the batch. Other threads' loaders are not told of.
+    No public hook lies between the two: ``torch.utils.data._utils.fetch``, since torch 1.2. Without it nothing is
+    reported, and all loading time is assumed to grow with the batch. Loaders of other threads are not reported.
     """
     fetchers = getattr(getattr(torch.utils.data, "_utils", None), "fetch", None)
     found = {} if fetchers is None else vars(fetchers)

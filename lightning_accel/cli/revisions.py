@@ -53,8 +53,8 @@ class Repository:
             names = _git(self.root, "for-each-ref", "--format=%(refname:short)").split()
             similar = next((f"; did you mean {name!r}?" for name in names if name.endswith(f"/{revision}")), "")
             raise RevisionError(
-                f"{self.root} has no revision {revision!r}{similar or nearest(revision, names)} A clone of CI often"
-                " holds one commit alone: fetch the other, too (actions/checkout: fetch-depth: 0)."
+                f"{self.root} has no revision {revision!r}{similar or nearest(revision, names) or '.'} A clone of CI"
+                " often holds one commit alone: fetch the other, too (actions/checkout: fetch-depth: 0)."
             ) from None
 
     def has_changes(self) -> bool:

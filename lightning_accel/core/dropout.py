@@ -63,7 +63,8 @@ class _NoDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _FUNCTIONS:
-            given = inspect.signature(F.dropout).bind(*args, **kwargs).arguments
+            named = {"training" if name == "train" else name: value for name, value in kwargs.items()}  # torch.dropout
+            given = inspect.signature(F.dropout).bind(*args, **named).arguments
             rate, training = given.get("p", 0.5), given.get("training", True)
             if training and rate > 0:
                 self._rates.append(rate)

@@ -168,8 +168,9 @@ def _timed(
     batched = dimensions_of(first, "batch")
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
-    for size in dict.fromkeys((1, *batch_sizes)):
-        arguments = resized(first, batched, {"batch": size}) if batch_size_of(first) else first
+    has_batch = bool(batch_size_of(first))
+    for size in dict.fromkeys((1, *batch_sizes) if has_batch else (1,)):
+        arguments = resized(first, batched, {"batch": size}) if has_batch else first
         able = {name: one.call for name, one in candidates.items() if _takes(one.call, arguments)}
         found = form_latency.timed(able, arguments, seconds * len(able), device)
         for name, times in found.items():

@@ -65,8 +65,8 @@ def in_words(error: BaseException) -> str:
     """Describes the innermost cause in one line."""
     if isinstance(error, ExportError):
         return str(error)
-    text = str([*chain_of(error)][-1] if failing_node(error) else error).strip()
-    lines = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
+    cause = [*chain_of(error)][-1] if failing_node(error) else error
+    lines = [line.strip(" -") for line in str(cause).strip().splitlines() if line.strip(" -")]
     said = "".join(lines[:1])
     if len(lines) > 1 and said.startswith("Constraints violated"):  # the second line says which constraints
         said = lines[1]
@@ -74,7 +74,7 @@ def in_words(error: BaseException) -> str:
         said = " ".join(lines[1:])
     if "data-dependent" in said:
         said = f"its control flow depends on data ({said}): torch.where, torch.cond, or a mask instead"
-    return f"{type(error).__name__}: {said[:400]}".rstrip(".:")
+    return f"{type(cause).__name__}: {said[:400]}".rstrip(".:")
 
 
 def _innermost(lines: list[tuple[str, int, str]]) -> str:

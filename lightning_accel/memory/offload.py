@@ -181,7 +181,7 @@ class Offloader:
         return region
 
     def _complain(self, reason: str) -> None:
-        complaint = f"activation_offloading: {reason}"
+        complaint = f"memory.offload: {reason}"
         if complaint not in self.complaints:
             self.complaints.append(complaint)
 

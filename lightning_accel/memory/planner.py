@@ -291,7 +291,7 @@ class Planner:
         if found is None:
             found = {stage.call.site: leanest(self._costs[stage.call.site]) for stage in problem.stages}
             remark = (
-                f"memory_budget: a batch larger than any before may not fit into"
+                f"memory.budget: a batch larger than any before may not fit into"
                 f" {format_bytes(self._budget)}; every block now needs as little as it can."
             )
         schedule = self._scheduled(problem, found, state.offloads_rest)
@@ -333,11 +333,11 @@ class Planner:
 
     def _impossible(self, least_bytes: int) -> str:
         return (
-            f"memory_budget: a training step does not fit into {format_bytes(self._budget)}"
+            f"memory.budget: a training step does not fit into {format_bytes(self._budget)}"
             f" ({self._budget} bytes). The least that is possible with this model and batch is about"
             f" {format_bytes(least_bytes)} ({least_bytes} bytes), of which {format_bytes(self._fixed().total)} are"
-            " parameters, gradients, optimizer state and buffers. Give a larger budget or a smaller batch, or let"
-            " activation_offloading help ('host' on a GPU, 'disk')."
+            " parameters, gradients, optimizer state and buffers. Give a larger budget or a smaller batch, or set"
+            " memory.offload ('host' on a GPU, 'disk')."
         )
 
     def _is_known(self, site: str) -> bool:

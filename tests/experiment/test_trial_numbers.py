@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_accel.core.device import dtype_of_products
 from lightning_accel.experiment.tolerance import FACTOR
@@ -72,6 +73,16 @@ def test_dropout_does_not_stand_in_the_way_of_a_comparison() -> None:
     module = block().train()
     assert compare(module, lambda x: module.forward(x.clone()), X).failure == ""
     assert all(m.training for m in module.modules())
+
+
+def test_every_spelling_of_dropout_is_switched_off_in_a_comparison() -> None:
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.dropout(x, p=0.5, train=True)
+            return super().forward(F.dropout(x, 0.5, training=self.training))
+
+    module = Dropping(16, 4).train()
+    assert compare(module, lambda x: module.forward(x.clone()), X).failure == ""
 
 
 def test_random_numbers_that_fall_on_other_elements_are_an_objection() -> None:

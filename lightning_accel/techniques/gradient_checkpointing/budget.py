@@ -171,7 +171,7 @@ class MemoryBudget(GradientCheckpointing):
         if state.gave_up:
             why = next((f": {reason}" for reason, _ in self._refusals.most_common(1)), "")
             self.run.status = f"{state.gave_up}{why}"
-            self.run.warn(f"memory_budget: {self.run.status}")
+            self.run.warn(f"memory.budget: {self.run.status}")
         elif state.schedule is None:
             self.run.status = "planning: the first training steps recompute every block"
         else:

@@ -7,6 +7,9 @@ preprocessing (*ready*), with `preprocess=[...]` through the pipeline, and with 
 of each batch (*inline*, as a module with a transfer hook of its own has it). The depth of the network is chosen so that
 preprocessing takes 60% of a step's time or more. One thread a side (OMP_NUM_THREADS=1), on two cores or more.
 
+With `pip install torchdata`, *nodes* is the same transforms in a chain of `torchdata.nodes` that prepares two batches
+ahead, as a loader of the user's own: a CPU is all that it can be compared on, since no node copies to a device.
+
 A trace of some steps, taken by two transforms and the module's own hooks, is drawn in docs/data.md.
 
 To answer: less than 10% of the throughput.
@@ -18,6 +21,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy and torch are loaded: their products would take the other core
 
+import importlib.util
 import itertools
 import statistics
 import threading
@@ -36,6 +40,8 @@ from lightning_accel.data import (
     ColorJitter,
     Map,
     Normalize,
+    Position,
+    Preprocess,
     RandomCrop,
     RandomHorizontalFlip,
     Transform,
@@ -125,6 +131,17 @@ class InlineNetwork(Network):
         return batch
 
 
+def prepared_by_nodes(loader: Any, chain: list[Transform]) -> Any:
+    """The loader with its batches transformed two ahead; a fit goes through it once."""
+    from torchdata import nodes
+
+    preprocess, places = Preprocess(chain), itertools.count()
+    source = nodes.IterableWrapper(loader)
+    # A node is not told where in the run it is: it counts.
+    prepared = nodes.Mapper(source, lambda batch: preprocess(batch, Position(batch_idx=next(places))))
+    return nodes.Loader(nodes.Prefetcher(prepared, prefetch_factor=2))
+
+
 def fit(how: str, depth: int) -> tuple[float, Trace]:
     """Steps a second of one fit, after the first few, and its trace."""
     seed_everything(0, verbose=False)
@@ -140,11 +157,11 @@ def fit(how: str, depth: int) -> tuple[float, Trace]:
     loader = DataLoader(data, sampler=sampler, batch_size=None)
     chain = [] if how == "ready" else [noted("preprocess begins"), *CHAIN, noted("preprocess ends")]
     left_alone = {"precision": "32-true", "memory_format": "off", "inplace_activations": False, "report": False}
-    plugin = AccelPlugin.from_plan(Plan().replace(**left_alone, preprocess=chain))
+    plugin = AccelPlugin.from_plan(Plan().replace(**left_alone, preprocess=[] if how == "nodes" else chain))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", plugins=[plugin], max_epochs=1, enable_model_summary=False, **quiet)
     network = (InlineNetwork if how == "inline" else Network)(depth, trace)
-    trainer.fit(network, loader)
+    trainer.fit(network, prepared_by_nodes(loader, chain) if how == "nodes" else loader)
     ends = [at_ms for name, at_ms, _ in trace.marks if name == "step ends"][WARM_UP:]
     return 1e3 / statistics.median(b - a for a, b in itertools.pairwise(ends)), trace
 
@@ -161,6 +178,8 @@ def main() -> None:
     torch.set_num_threads(1)
     depth = calibrated()
     speeds: dict[str, list[float]] = {"ready": [], "pipeline": [], "inline": []}
+    if importlib.util.find_spec("torchdata"):
+        speeds["nodes"] = []
     traces: dict[str, Trace] = {}
     for round_ in range(ROUNDS):
         for how in speeds if round_ % 2 else reversed(speeds):

@@ -47,9 +47,11 @@ TITLES = {
     "memory_modes": "What every way to save memory costs",
     "memory_budget": "Memory budgets, planned and kept",
     "memory_budget_exhaustive": "The planner against every choice, ten equal blocks",
+    "budget_solvers": "Who plans a budget: the planner, or `scipy.optimize.milp`",
     "packing": "Packing of saved tensors on one core",
     "packing_steps": "Packing in a training step",
     "preprocessing": "Crop, flip, normalise, channels_last: uint8 256x3x224x224 on one core",
+    "transform_libraries": "Transforms beside torchvision's and Kornia's",
     "device_pipeline": "Preprocessing while the step before computes",
     "sharding_memory": "Memory by strategy, reckoned and measured",
     "strategies": "Two CPU processes under `accel_ddp` and under Lightning's own",
@@ -158,6 +160,8 @@ REMARKS = {
     " for their own backward pass, whatever blocks keep. The least that can be had stands beside it. float32.",
     "memory_budget_exhaustive": "Asked for: at most 5% slower than the best of all choices that fit. Equal blocks may"
     " change places, so that numbers of them are all there is to choose; no disk.",
+    "budget_solvers": "Both find the fastest policies within a budget, so far of the way from the least that fits to"
+    " what nothing recomputed needs. The last column is how much longer a step takes by the planner's policies.",
     "packing": "Asked for: at least 3x fewer bytes at 10% density, at 1 GB/s or more of unpacked bytes. One thread.",
     "packing_steps": "`auto` gives packing at most a tenth of the step's time, as its codecs measure themselves; what"
     " the allocator takes for memory that comes and goes is on top. One thread.",
@@ -166,6 +170,8 @@ REMARKS = {
     "preprocessing": "Asked for: at least 2x, at most a third of the peak. *Separate* normalises in place; its peak in"
     " float32 is two and a half results, so that a third is out of reach there for anything that returns one. What"
     " Numba gains is not worth the dependency to a thread that waits for the step: NumPy it is.",
+    "transform_libraries": "64 images 3x64x64, one core. Torchvision draws once for all that it is given, so that it is"
+    " given one image after another; Kornia draws for each, and takes no uint8. A ratio above 1 is slower than ours.",
     "device_pipeline": "Asked for: preprocessing that takes 60% of a step costs less than 10% of the throughput, on two"
     " cores with one thread each. *Inline* is the same preprocessing at the transfer of each batch.",
     "sharding_memory": "Asked for: what four processes of `accel_fsdp` hold each is at most 35% of what one holds. Held"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,6 @@ class GroupedLoader(StandIn):
         agree: Maps a value of this process to that of rank 0; None with one process.
     """
 
-    _own = StandIn._own | {"close"}
     _inner: _Grouping
 
     def __init__(
@@ -95,14 +95,6 @@ class GroupedLoader(StandIn):
         agree: Callable[[Any], Any] | None = None,
     ) -> None:
         object.__setattr__(self, "_inner", _Grouping(loader, tell, objection, agree))
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begins an epoch."""
-        return self._inner.begin()
-
-    def close(self) -> None:
-        """From then on iterating is the loader's own."""
-        self._inner.leave()
 
 
 def why_not_grouped(loader: Any, *, is_one_of_many: bool = False) -> str:
@@ -127,52 +119,49 @@ def why_not_grouped(loader: Any, *, is_one_of_many: bool = False) -> str:
     return ""
 
 
+@dataclass(eq=False)
 class _Grouping:
     """What a GroupedLoader knows."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        tell: Callable[[str, bool], Any],
-        objection: Callable[[], str],
-        agree: Callable[[Any], Any] | None,
-    ) -> None:
-        self.loader, self._tell, self._objection, self._agree = loader, tell, objection, agree
-        self._grouped: DataLoader[Any] | None = None
-        self._num_samples = 0
-        self._is_decided = False
+    loader: DataLoader[Any]
+    tell: Callable[[str, bool], Any]
+    objection: Callable[[], str]
+    agree: Callable[[Any], Any] | None
+    grouped: DataLoader[Any] | None = None
+    num_samples: int = 0
+    is_decided: bool = False
 
     def begin(self) -> Iterator[Any]:
-        if not self._is_decided:
-            self._is_decided = True
+        if not self.is_decided:
+            self.is_decided = True
             self._decide()
-        if self._grouped is not None and len(self._grouped.dataset) != self._num_samples:  # type: ignore[arg-type]
-            self.leave()
-            self._tell("no longer grouped by length: the dataset has another number of samples", False)
-        return iter(self.loader if self._grouped is None else self._grouped)
+        if self.grouped is not None and len(self.grouped.dataset) != self.num_samples:  # type: ignore[arg-type]
+            self.close()
+            self.tell("no longer grouped by length: the dataset has another number of samples", False)
+        return iter(self.loader if self.grouped is None else self.grouped)
 
-    def leave(self) -> None:
-        self._grouped, self._is_decided = None, True
+    def close(self) -> None:
+        self.grouped, self.is_decided = None, True
 
     def _decide(self) -> None:
-        if why := self._objection():
-            self._tell(f"not grouped by length: {why}", False)
+        if why := self.objection():
+            self.tell(f"not grouped by length: {why}", False)
             return
         try:
             lengths: Any = lengths_of(self.loader.dataset)
         except UncountedError as error:
             lengths = str(error)
-        if self._agree is not None:
-            lengths = self._agree(lengths)
+        if self.agree is not None:
+            lengths = self.agree(lengths)
         if isinstance(lengths, str):
-            self._tell(f"not grouped by length: {lengths}", False)
+            self.tell(f"not grouped by length: {lengths}", False)
             return
         if not len(lengths) or (shortest := lengths.min()) == (longest := lengths.max()):
-            self._tell("not grouped by length: all samples have the same", False)
+            self.tell("not grouped by length: all samples have the same", False)
             return
         own = self.loader
         assert isinstance(own.batch_sampler, BatchSampler)
         workers = LoaderWorkers(own.num_workers, own.prefetch_factor or 2, own.persistent_workers)
-        self._grouped = rebuilt(own, GroupedBatches(own.batch_sampler, lengths), workers, own.generator)
-        self._num_samples = len(lengths)
-        self._tell(f"samples of {shortest} to {longest} tokens grouped by length, {_WINDOW} batches at a time", True)
+        self.grouped = rebuilt(own, GroupedBatches(own.batch_sampler, lengths), workers, own.generator)
+        self.num_samples = len(lengths)
+        self.tell(f"samples of {shortest} to {longest} tokens grouped by length, {_WINDOW} batches at a time", True)

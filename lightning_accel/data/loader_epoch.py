@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_accel.core.clocks import HostClock, Stopwatch
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.step_timeline import StepTally, StepTimeline
+from lightning_accel.data.loader_proxy import LoaderWalk
 from lightning_accel.data.loader_state import UnreadableError, state_of
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 
@@ -22,38 +23,33 @@ LEAST_BATCHES = 8
 _LOOK = 16  # batches after which an epoch that hardly waits is not watched any further
 
 
-class Data:
-    """What a loader's batches are made of."""
+def data_state(loader: DataLoader[Any]) -> bytes:
+    """A digest of what a loader's batches are made of, which is another one if anything has changed.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def state(self) -> bytes:
-        """A digest, which is another one if anything has changed.
-
-        Raises:
-            lightning_accel.data.loader_state.UnreadableError: It cannot be handed to another process.
-        """
-        try:
-            return state_of(self._loader.dataset, self._loader.collate_fn)
-        except UnreadableError as error:
-            raise UnreadableError(f"the data cannot be loaded in other processes: {error}") from error
+    Raises:
+        lightning_accel.data.loader_state.UnreadableError: It cannot be handed to another process.
+    """
+    try:
+        return state_of(loader.dataset, loader.collate_fn)
+    except UnreadableError as error:
+        raise UnreadableError(f"the data cannot be loaded in other processes: {error}") from error
 
 
-class LoaderEpoch(Iterator[Any]):
+class LoaderEpoch(LoaderWalk):
     """Batches as ``source`` has them.
 
     The timeline, if there is one, is told of every fetch, and of a step's end where the next batch is asked for.
-    ``state`` is that of the data when workers were given them.
+    ``state`` is what ``watched``, a loader of the user's, had for data when workers were given them.
     """
 
     def __init__(
-        self, source: Iterator[Any], timeline: StepTimeline | None, data: Data | None = None, state: bytes | None = None
+        self,
+        source: Iterator[Any],
+        timeline: StepTimeline | None,
+        watched: DataLoader[Any] | None = None,
+        state: bytes | None = None,
     ) -> None:
-        self._source, self._timeline, self._data, self._state = source, timeline, data, state
+        self._source, self._timeline, self._watched, self._state = source, timeline, watched, state
         self._complaint = ""
         self._is_compared = False
         self.count = 0  # how many have been fetched
@@ -73,19 +69,14 @@ class LoaderEpoch(Iterator[Any]):
                 self._timeline.fetch_ended()
         self._fetch_ended(fetch.seconds())
         self.count += 1
-        if self._data is not None and self.count == len(self._data):
+        if self._watched is not None and self.count == len(self._watched):
             self._compare()  # now, as the user's code may change it between two epochs
         return batch
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
-        return iter, ((),)
 
     @property
     def tells(self) -> bool:
         """Whether there were enough batches to say something."""
-        return self.count >= LEAST_BATCHES and (self._data is None or self._state is not None)
+        return self.count >= LEAST_BATCHES and (self._watched is None or self._state is not None)
 
     def complaint(self) -> str:
         """Why workers would have loaded, or have loaded, other batches; empty if there is no reason."""
@@ -101,11 +92,11 @@ class LoaderEpoch(Iterator[Any]):
             self.first_s = took_s
 
     def _compare(self) -> None:
-        if self._data is None or self._state is None or self._is_compared or self._complaint:
+        if self._watched is None or self._state is None or self._is_compared or self._complaint:
             return
         self._is_compared = True
         try:
-            if self._data.state() != self._state:
+            if data_state(self._watched) != self._state:
                 self._complaint = "its data change while the model trains, which workers, who have a copy, do not see"
         except UnreadableError as error:
             self._complaint = str(error)
@@ -114,9 +105,9 @@ class LoaderEpoch(Iterator[Any]):
 class OwnEpoch(LoaderEpoch):
     """Batches of the user's own loader without workers: whether they hang on more than their indices is found out."""
 
-    def __init__(self, source: Iterator[Any], timeline: StepTimeline, data: Data | None) -> None:
-        super().__init__(source, timeline, data)
-        self._look = min(_LOOK, len(data) // 2) if data is not None else 0
+    def __init__(self, source: Iterator[Any], timeline: StepTimeline, watched: DataLoader[Any] | None) -> None:
+        super().__init__(source, timeline, watched)
+        self._look = min(_LOOK, len(watched) // 2) if watched is not None else 0
         self._first = StepTally()  # of the steps before the look, by the host
         self._by_host = StepTimeline(HostClock(), self._first.took)
         self._before: StateSnapshot | None = None
@@ -144,17 +135,17 @@ class OwnEpoch(LoaderEpoch):
 
     @property
     def _is_watched(self) -> bool:
-        return self._data is not None and not self._complaint
+        return self._watched is not None and not self._complaint
 
     def _look_closer(self) -> None:
         """Takes the state of the data, once it is clear that batches are waited for."""
         first = self._first
         waited, worked = sum(first.wait_ms), len(first.wait_ms) * statistics.median(first.step_ms or [0.0])
-        assert self._data is not None
+        assert self._watched is not None
         if waited < LEAST_WAIT * (waited + worked):
             self._complaint = f"waiting for data took {waited / (waited + worked):.0%} of the time, and that is little"
             return
         try:
-            self._state = self._data.state()
+            self._state = data_state(self._watched)
         except UnreadableError as error:
             self._complaint = str(error)

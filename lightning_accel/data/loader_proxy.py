@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
@@ -15,7 +16,7 @@ class StandIn:
     loader's, to read and to write.
     """
 
-    _own: ClassVar[frozenset[str]] = frozenset({"loader", "_inner", "__class__"})
+    _own: ClassVar[frozenset[str]] = frozenset({"loader", "close", "_inner", "__class__"})
     """Names that are the stand-in's."""
 
     _inner: Any
@@ -30,6 +31,15 @@ class StandIn:
         """The loader's, if a DataLoader's; not a list's, say: what takes lists apart would take this for one."""
         inner = self.__dict__.get("_inner")
         return inner.loader.__class__ if inner is not None and isinstance(inner.loader, DataLoader) else type(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch."""
+        epoch: Iterator[Any] = self._inner.begin()
+        return epoch
+
+    def close(self) -> None:
+        """Lets go of everything. From then on iterating is the loader's own."""
+        self._inner.close()
 
     def __len__(self) -> int:
         """The loader's length, in batches."""
@@ -64,6 +74,15 @@ class StandIn:
     @override
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._inner.loader)})
+
+
+class LoaderWalk(Iterator[Any]):
+    """The batches of a loader, once."""
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
+        return iter, ((),)
 
 
 def _itself(loader: Any) -> Any:

@@ -73,7 +73,7 @@ class DevicePipeline(StandIn):
         ValueError: ``depth`` is not an integer, or below 0; ``preprocess`` is for another device.
     """
 
-    _own = StandIn._own | {"close", "seconds", "state_dict", "load_state_dict"}
+    _own = StandIn._own | {"seconds", "state_dict", "load_state_dict"}
     _inner: _Inner
 
     def __new__(cls, loader: Any, *_: Any, **__: Any) -> DevicePipeline:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from typing_extensions import override
 
 from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.data.loader_proxy import LoaderWalk
 from lightning_accel.data.pipeline_lanes import BatchJob, Lane
 from lightning_accel.data.position import Position
 
@@ -173,7 +173,7 @@ class PipelineRun:
             del error  # whose traceback has this frame: neither is to keep the other alive
 
 
-class Iteration(Iterator[Any]):
+class Iteration(LoaderWalk):
     """The consumer's end of a run, which stops when this is closed, dropped, or at its end."""
 
     def __init__(self, run: PipelineRun) -> None:
@@ -184,11 +184,6 @@ class Iteration(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._run.take()
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
-        return iter, ((),)
 
     def close(self) -> None:
         """Stops here. Batches prepared ahead are dropped, and ``next`` raises StopIteration."""

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.step_timeline import StepTally, StepTimeline
-from lightning_accel.data.loader_epoch import Data, LoaderEpoch, OwnEpoch
+from lightning_accel.data.loader_epoch import LoaderEpoch, OwnEpoch, data_state
 from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.loader_state import UnreadableError
 from lightning_accel.data.worker_epoch import LoadingProcesses, start_method
@@ -49,7 +49,6 @@ class TunedLoader(StandIn):
         tell: Is told what holds, whenever that changes: a line, and whether it is other than the user's.
     """
 
-    _own = StandIn._own | {"close"}
     _inner: _Tuning
 
     def __init__(
@@ -64,14 +63,6 @@ class TunedLoader(StandIn):
     ) -> None:
         cores = max(1, usable_cores() // processes)
         object.__setattr__(self, "_inner", _Tuning(loader, device, tell, objection, cores, pins))
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begins an epoch, with what the last one has shown."""
-        return self._inner.begin()
-
-    def close(self) -> None:
-        """Ends all workers. From then on iterating is the loader's own."""
-        self._inner.close()
 
 
 def why_left(loader: Any) -> str:
@@ -114,7 +105,6 @@ class _Tuning:
         self._waited: float | None = None  # the share of the user's own
         self._tally = StepTally()  # of the epoch under way, or the last
         self._timeline = StepTimeline(clock_for(device), lambda step: self._tally.took(step))
-        self._data = Data(loader)
         self._processes = LoadingProcesses(loader, pins)
         self._epoch: LoaderEpoch | None = None  # the one under way, or the last
 
@@ -132,7 +122,7 @@ class _Tuning:
             source = iter(self.loader)
             if self._is_settled:
                 return source
-            self._epoch = OwnEpoch(source, self._timeline, self._data if not self._users.count else None)
+            self._epoch = OwnEpoch(source, self._timeline, self.loader if not self._users.count else None)
         if timeline is not None:
             timeline.restart()
             self._tally = StepTally()
@@ -145,9 +135,9 @@ class _Tuning:
     def _with_workers(self, timeline: StepTimeline | None) -> LoaderEpoch:
         if self._users.count:
             return LoaderEpoch(self._processes.like_users(self._workers), timeline)
-        state = self._data.state()
+        state = data_state(self.loader)
         source = self._processes.beside(self._workers, state, self._failed)
-        return LoaderEpoch(source, timeline, self._data, state)
+        return LoaderEpoch(source, timeline, self.loader, state)
 
     def _failed(self, error: Exception) -> None:
         last = (str(error).strip().splitlines() or [""])[-1]

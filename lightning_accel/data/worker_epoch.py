@@ -25,7 +25,8 @@ class LoadingProcesses:
     """Loads what a loader would, with other workers."""
 
     def __init__(self, loader: DataLoader[Any], pins: bool) -> None:
-        self._loader, self._pins = loader, pins
+        self._loader = loader
+        self._rebuilt = partial(rebuilt, loader, pins=pins)
         self._kept: DataLoader[Any] | None = None
         self._kept_for: object = None
         self._walk: weakref.ref[_Walk] | None = None  # the latest over what is kept
@@ -68,11 +69,6 @@ class LoadingProcesses:
     def _in_process(self, order: Iterator[Any]) -> Iterator[Any]:
         self._kept = None
         return iter(self._rebuilt(order, LoaderWorkers(), torch.Generator()))
-
-    def _rebuilt(
-        self, order: Iterable[Any], workers: LoaderWorkers, generator: torch.Generator | None
-    ) -> DataLoader[Any]:
-        return rebuilt(self._loader, order, workers, generator, pins=self._pins)
 
 
 def rebuilt(

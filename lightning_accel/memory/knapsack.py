@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from lightning_accel.memory.costs import BlockCost, Policy
 from lightning_accel.memory.meter import MemoryInterval
 from lightning_accel.memory.recorder import BlockCall, Mark
@@ -148,52 +150,34 @@ class KnapsackProblem:
         """The choice within ``budget`` bytes that takes the least time; None when there is none."""
         if self.floor > budget:
             return None
+        if all(len(stage.by_policy) == 1 for stage in self.stages):
+            only = {stage.call: next(iter(stage.by_policy)) for stage in self.stages}
+            return only if self.peak(only) <= budget else None
         grain = max(1, budget // GRAINS)
-        frontier = [_State(0.0, 0)]
+        # The best ways to have come so far: those that keep more are faster, so that the last is the fastest.
+        ms, kept = np.zeros(1), np.zeros(1, np.int64)
+        found = []
         for stage in self.stages:
             if stage.starts_afresh:
-                best = min(frontier, key=lambda state: state.ms)
-                frontier = [replace(best, kept_bytes=0)]
-            grown: dict[int, _State] = {}
-            for policy, cost in stage.by_policy.items():
-                need = stage.need(cost)
-                for state in frontier:
-                    kept = state.kept_bytes + cost.kept_bytes
-                    fits = state.kept_bytes + need <= budget and (stage.after is None or kept + stage.after <= budget)
-                    place = kept // grain
-                    ms = state.ms + cost.ms
-                    if fits and (place not in grown or (ms, kept) < (grown[place].ms, grown[place].kept_bytes)):
-                        grown[place] = _State(ms, kept, state, policy)
-            frontier = _undominated(grown)
-            if not frontier:
+                ms, kept = ms[-1:], np.zeros(1, np.int64)
+            policies, costs = zip(*stage.by_policy.items(), strict=True)
+            needs = np.array([[stage.need(cost)] for cost in costs])
+            grown_ms = (ms + np.array([[cost.ms] for cost in costs])).reshape(-1)
+            grown = (kept + np.array([[cost.kept_bytes] for cost in costs])).reshape(-1)
+            fits = (kept + needs <= budget).reshape(-1)
+            if stage.after is not None:
+                fits &= grown + stage.after <= budget
+            ways = np.flatnonzero(fits)
+            ways = ways[np.lexsort((grown[ways], grown_ms[ways], grown[ways] // grain))]
+            fastest = np.minimum.accumulate(grown_ms[ways])
+            ways = ways[np.diff(fastest, prepend=np.inf) < 0]
+            if not ways.size:
                 return None
-        best = min(frontier, key=lambda state: state.ms)
-        return dict(zip((stage.call for stage in self.stages), best.policies(), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The best way to have come so far with so many bytes kept: the state before, and the last stage's policy."""
-
-    ms: float
-    kept_bytes: int
-    before: _State | None = None
-    policy: Policy | None = None
-
-    def policies(self) -> list[Policy]:
-        """From the first stage on."""
-        found: list[Policy] = []
-        state: _State | None = self
-        while state is not None and state.policy is not None:
-            found.append(state.policy)
-            state = state.before
-        return found[::-1]
-
-
-def _undominated(states: Mapping[int, _State]) -> list[_State]:
-    """Of states that keep more bytes, only those that are faster for it."""
-    kept: list[_State] = []
-    for _, state in sorted(states.items()):
-        if not kept or state.ms < kept[-1].ms:
-            kept.append(state)
-    return kept
+            policy, before = np.divmod(ways, len(ms))
+            found.append((policies, policy, before - len(ms)))
+            ms, kept = grown_ms[ways], grown[ways]
+        chosen, way = [], -1
+        for policies, policy, before in reversed(found):
+            chosen.append(policies[policy[way]])
+            way = before[way]
+        return dict(zip((stage.call for stage in self.stages), reversed(chosen), strict=True))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +139,34 @@ def test_no_choice_within_the_budget_is_faster(found: list[Stage], floor: int, b
     if answer is not None:
         assert problem.peak(answer) <= budget
         assert problem.ms(answer) == min(problem.ms(choice) for choice in fitting)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_general_solver_finds_nothing_faster_where_choices_are_too_many_to_try(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    rng = random.Random(seed)
+
+    def unlike(index: int) -> Stage:
+        kept, ms = rng.randint(10_000, 90_000), rng.uniform(1, 9)
+        by_policy: dict[Policy, BlockCost] = {
+            "keep": cost(kept, ms, kept // 4, kept // 4),
+            "full": cost(kept // 12, rng.uniform(1.2, 1.5) * ms, kept, kept),
+            "offload": cost(kept // 50, rng.uniform(1.1, 2.0) * ms, kept, kept),
+        }
+        found = stage(str(index), by_policy, forward=rng.randint(0, 9_000), after=rng.randint(0, 30_000))
+        return replace(found, starts_afresh=index == 12 and seed % 2 == 1)
+
+    problem = KnapsackProblem([unlike(index) for index in range(16)], floor=1000)
+    least, plain = problem.least(), problem.peak({stage.call: "keep" for stage in problem.stages})
+    budget = (2 * least + plain) // 3
+    theirs = importlib.import_module("budget_solvers").solve_by_milp(problem, budget)
+    answer = problem.solve(budget)
+    assert answer is not None
+    assert problem.peak(answer) <= budget
+    assert problem.ms(answer) == pytest.approx(problem.ms(theirs), rel=1e-3)
 
 
 # -- from a metered step -------------------------------------------------------------------------------------------

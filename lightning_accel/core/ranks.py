@@ -13,6 +13,11 @@ from lightning_accel.core.host import Host
 T = TypeVar("T")
 
 
+def has_ranks() -> bool:
+    """Whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def gather(value: T) -> list[T]:
     """The value of each rank, in their order, on every rank. A collective call; ``[value]`` in a process by itself."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -159,10 +159,11 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             record.is_on &= name == "precision"
         self._stand_aside()
 
+    @override
     def _stand_aside(self) -> None:
         is_by_hand = self._plain_start is not None and self._plain_start.is_by_hand
         if self._run is None and not is_by_hand:
-            self.stand_aside()
+            super()._stand_aside()
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""

@@ -42,6 +42,7 @@ from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.claims.measure import timed_ms
 from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispatch, Judge, shape_class
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
+from lightning_accel.techniques.technique_context import TechniqueContext
 
 BATCH_SIZE = 8
 STEPS_A_TURN, TURNS, WARM_UP_TURNS = 5, 86, 6  # warm-up turns: 2 more than a multiple of 4
@@ -189,7 +190,7 @@ def rebound(module: nn.Module, inputs: tuple[Tensor, ...], **settings: Any) -> n
 
 def left_to_itself(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...]) -> nn.Module:
     """``module`` whose own attention was found the fastest: every call is looked at, since other shapes may differ."""
-    dispatch = Dispatch(MultiheadSite("site", module), Judge({}, verify=True, may_time=True), lambda *_: None)
+    dispatch = Dispatch(MultiheadSite("site", module), Judge(TechniqueContext()))
     dispatch.apply()
     dispatch.open({shape_class(module, inputs, {}): ORIGINAL})
     return module

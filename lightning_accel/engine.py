@@ -11,20 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_accel.core.compiled import eager_where_compiled
-from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.host import Host
 from lightning_accel.core.open_purse import OpenPurse
 from lightning_accel.core.optimizers import KnownOptimizers
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.report import AccelError, AccelWarning, Report, TechniqueReport, difference
+from lightning_accel.core.report import AccelError, AccelWarning, Report, TechniqueReport
 from lightning_accel.core.states import VerdictKind
-from lightning_accel.technique_run import Decisions, TechniqueRun
+from lightning_accel.technique_run import TechniqueRun
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.base import LoaderTerms, Technique
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
 from lightning_accel.techniques.technique_events import Added
+from lightning_accel.trial_steps import TrialSteps
 
 T = TypeVar("T", bound=Technique)
 
@@ -66,10 +65,8 @@ class Engine:
         self.report = Report([*names, *(technique.name for technique in techniques)], host.described, purse)
         self.decisions = dict(decisions or {})
         self._strict, self._is_sharded = strict, is_sharded
-        self._gather = gather or (lambda value: [value])
-        self._owes_verdicts = False  # whether other ranks wait for this one's verdicts
         self._runs: list[TechniqueRun] = []
-        self._trial_step: int | None = None  # the next: 0, or 1 for what has to see the model as the others leave it
+        self.trial_steps = TrialSteps(model, self.report, lambda: self._active, gather)
         self.has_edits = False  # whether forward and loss of a step may run otherwise than the user wrote them
         # Read off the states of the techniques when they change, and not in every step: see _refresh.
         self._at_work: Sequence[TechniqueRun] = ()  # those that a step has to do with
@@ -107,11 +104,11 @@ class Engine:
             if left_out and run.name in left_out:
                 run.leave_out(left_out[run.name])
         self._active = [run for run in self._active if run.is_active]
-        self._trial_step = 0 if self._active else None
+        self.trial_steps.next = 0 if self._active else None
         with self._undone_if_it_raises():
             for run in self._active:
                 run.apply_early()
-        self._stay_together({run.name: {patch.site for patch in run.patches} for run in self._runs})
+        self.trial_steps.compare({run.name: {patch.site for patch in run.patches} for run in self._runs})
         for run in self._active:
             if run.traits.trial_step is None or not run.patches:
                 run.record.change("decided")
@@ -125,7 +122,7 @@ class Engine:
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
             may_try: Whether this step may be one of the trial steps; by default only where gradients are due.
         """
-        if self._trial_step is not None:
+        if self.trial_steps.next is not None:
             if may_try is None:
                 may_try = stage == "train" and torch.is_grad_enabled()
             if may_try:
@@ -181,6 +178,12 @@ class Engine:
                 run.record.status = run.context.status or run.record.outcome()
 
     @contextmanager
+    def _trial(self, stage: str) -> Iterator[None]:
+        with _UnderWay(self, stage), self.trial_steps.around(stage):
+            yield
+        self.apply_updates()  # a trial may find that there is nothing to do, and say so
+
+    @contextmanager
     def _step_within(self, contexts: Iterable[tuple[TechniqueRun, Any]], stage: str) -> Iterator[None]:
         with _UnderWay(self, stage), ExitStack() as stack:
             for run, context in contexts:
@@ -205,7 +208,7 @@ class Engine:
     @property
     def is_trying(self) -> bool:
         """Whether the next step that may be tried on is one of the trial steps."""
-        return self._trial_step is not None
+        return self.trial_steps.next is not None
 
     def has(self, name: str) -> bool:
         """Whether a technique of this name is in force, or on trial."""
@@ -345,64 +348,7 @@ class Engine:
         self.has_edits = any(run.traits.alters_steps and (run in acting or run.patches) for run in awake)
         self._preparing = [run for run in self._at_work if type(run.technique).batch is not Technique.batch]
         if not self._active:
-            self._trial_step = None
-
-    # -- trials ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _trial(self, stage: str) -> Iterator[None]:
-        """Around a step in which techniques are tried. If the step raises, the next one takes its place."""
-        waiting = [run for run in self._active if run.record.state == "waiting" and run.patches]
-        on_trial = [run for run in waiting if run.traits.trial_step == self._trial_step]
-        found: Decisions = {}
-        self._owes_verdicts = bool(on_trial)
-        with _UnderWay(self, stage):
-            with ExitStack() as stack:
-                for run in self._active:
-                    run.enter(stack, "begin a step", run.technique.step, stage)
-                if on_trial and self._trial_step == 0:  # the compiler would trace the trials, and fail on them
-                    stack.enter_context(eager_where_compiled(self.model))
-                # The first technique's trial outermost: memory format times blocks that checkpointing tries as well.
-                for run in reversed(on_trial):
-                    verdicts = run.enter(stack, "be tried", run.trial)
-                    found[run.name] = {} if verdicts is None else verdicts  # still empty, if it has begun
-                yield
-            if self._active:  # else all was undone in the middle of the step
-                self._conclude(on_trial, found)
-        self.apply_updates()  # a trial may find that there is nothing to do, and say so
-
-    def _conclude(self, on_trial: Sequence[TechniqueRun], found: Decisions) -> None:
-        self._owes_verdicts = False
-        ranks = self._gather(found) if on_trial else [{}]
-        if None in ranks:
-            self.revert_all(f"a trial step of rank {ranks.index(None)} raised")
-            self._stay_together({})
-            return
-        for run in on_trial:
-            if run.is_active:
-                run.conclude(ranks[0].get(run.name, {}))
-        if any(run.traits.trial_steps for run in on_trial):  # else there is nothing worth the time
-            release_free_memory()
-        if on_trial:
-            tried = [run for run in self._active if run.traits.trial_step is not None]
-            self._stay_together({run.name: {p.site for p in run.patches if p.is_applied} for run in tried})
-        self._trial_step = 1 if self._trial_step == 0 else None
-        for run in self._active if self._trial_step is None else ():
-            run.record.change("decided")
-
-    def join_after_failure(self) -> None:
-        """Answers the other ranks, which wait for verdicts, if this rank has repeated a trial step without edits."""
-        if self._owes_verdicts:
-            self._owes_verdicts = False
-            self._gather(None)
-            self._stay_together({})
-
-    def _stay_together(self, sites: Mapping[str, set[str]]) -> None:
-        """Stops all ranks, each with the same error, if one cannot edit a site that rank 0 edits."""
-        records = self.report.techniques
-        ranks = self._gather({n: (sites.get(n, set()), r.refusals, r.status) for n, r in records.items()})
-        if (differing := difference(ranks)) is not None:
-            raise AccelError(differing)
+            self.trial_steps.next = None
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -24,6 +24,7 @@ LAYERS = (
     ("techniques",),
     ("arguments.py", "settings.py"),
     ("technique_run.py",),
+    ("trial_steps.py",),
     ("engine.py",),
     ("tuning",),
     ("evidence", "deploy"),

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 
 from lightning_accel.core.host import Host
+from lightning_accel.core.report import AccelError
 
 T = TypeVar("T")
+
+
+def has_ranks() -> bool:
+    """Whether several processes train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def gather(value: T) -> list[T]:
@@ -52,3 +59,25 @@ def check_devices(host: Host, precision: str) -> None:
             f"precision='auto' comes to different precisions on the devices of the ranks: {listed}."
             " Set the one that all of them are to use: AccelPlugin(precision='16-mixed'), say."
         )
+
+
+def stay_together(ranks: Sequence[Mapping[str, tuple[set[str], Mapping[str, str], str]]]) -> None:
+    """Compares what the ranks do.
+
+    Args:
+        ranks: For each rank: technique → (the sites that it edits, its refusals, its status).
+
+    Raises:
+        AccelError: A rank does something other than rank 0. The message says where, and why.
+    """
+    for name, (decided, _, _) in ranks[0].items():
+        for rank, techniques in enumerate(ranks):
+            if (done := techniques[name][0]) != decided:
+                site = min(done ^ decided)
+                without, having = (0, rank) if site in done else (rank, 0)
+                _, refusals, status = ranks[without][name]
+                raise AccelError(
+                    f"The ranks do not do the same: rank {without} goes without {name} at {site or 'the model'!r}"
+                    f" ({refusals.get(site, status or 'it has no such site')}), rank {having} with it. All of them"
+                    f" stop here. Set {name} to 'off', or make their machines alike."
+                )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
@@ -233,28 +233,6 @@ class Report:
         if self.page is not None and (page := self.page()):
             return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 85vh; border: 0"></iframe>'
         return f"<pre>{escape(self.to_text())}</pre>"
-
-
-def difference(ranks: Sequence[Mapping[str, tuple[set[str], Mapping[str, str], str]]]) -> str | None:
-    """Returns where one rank does something other than rank 0, and why; None if all ranks do the same.
-
-    Args:
-        ranks: For each rank: technique → (the sites that it edits, its refusals, its status).
-    """
-    for name, (decided, _, _) in ranks[0].items():
-        for rank, techniques in enumerate(ranks):
-            done = techniques[name][0]
-            if done != decided:
-                site = min(done ^ decided)
-                without, having = (0, rank) if site in done else (rank, 0)
-                _, refusals, status = ranks[without][name]
-                reason = refusals.get(site, status or "it has no such site")
-                return (
-                    f"The ranks do not do the same: rank {without} goes without {name} at {site or 'the model'!r}"
-                    f" ({reason}), rank {having} with it. All of them stop here. Set {name} to 'off', or make their"
-                    " machines alike."
-                )
-    return None
 
 
 def _grouped(remarks: dict[str, str], shown: int = 6) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.lightning.packages import LightningModule, LightningOptimizer, MixedPrecision, Precision, own
 from lightning_accel.lightning.private import after_closure
 from lightning_accel.techniques.grad_scaler import check_optimizer
@@ -21,6 +23,8 @@ from lightning_accel.techniques.mixed_precision import Autocast
 # The keys of the scaler's state in checkpoints of Lightning's own precision="16-mixed": now, and before Lightning 1.6.
 _SCALER_KEYS = ("MixedPrecision", "native_amp_scaling_state")
 
+_OF_A_PLAIN_STEP = "convert_input", "train_step_context", "pre_backward", "clip_gradients"
+
 
 class AutocastPrecision(Autocast, Precision):
     """An :class:`Autocast` that a Trainer accepts as its precision plugin."""
@@ -28,6 +32,7 @@ class AutocastPrecision(Autocast, Precision):
     _lightnings: Precision  # of the Trainer's package: another package would not clip the gradients of its modules
     _unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
     _hidden_warning: Any = None  # the filter that hides a warning
+    _aside = PatchSet()  # the methods that are left to Lightning's own
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -42,7 +47,18 @@ class AutocastPrecision(Autocast, Precision):
     def prepare(self, trainer: Any, device: str) -> None:
         """Prepares a run of ``trainer`` on a device of the type ``device``."""
         self._lightnings = own(trainer, Precision)()
+        self._aside = PatchSet()
         self.device = device
+
+    def _stand_aside(self) -> None:
+        """Leaves what a plain step calls to Lightning's own methods: of short steps, ours are a part that counts."""
+        if self._aside or self.precision != "32-true":
+            return
+        for name in _OF_A_PLAIN_STEP:
+            if getattr(type(self), name).__module__.startswith("lightning_accel."):  # and no subclass's
+                lightnings = types.MethodType(getattr(type(self._lightnings), name), self)
+                self._aside.add(AttributePatch(name, "Lightning's own", self, name, lightnings))
+        self._aside.apply()
 
     @override
     def connect(
@@ -135,7 +151,8 @@ class AutocastPrecision(Autocast, Precision):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unscaled": None, "_hidden_warning": None, "_runs_in_float32": False}
+        kept = {name: value for name, value in vars(self).items() if not isinstance(value, types.MethodType)}
+        return {**kept, "_unscaled": None, "_hidden_warning": None, "_runs_in_float32": False, "_aside": PatchSet()}
 
     @override
     def __reduce__(self) -> Any:

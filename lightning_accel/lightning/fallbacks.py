@@ -162,7 +162,7 @@ class RevertAll(Fallback):
 
     @override
     def succeeded(self) -> None:
-        self._parts.engine.join_after_failure()
+        self._parts.engine.trial_steps.join_after_failure()
         self._parts.engine.degrade(
             f"{self._failure.remark}, and ran when it was repeated without the edits of this plugin: all of them are"
             " taken back"

@@ -50,6 +50,7 @@ class PlainStart:
         plan: Plan,
         kept: RunState,
         purse: Purse,
+        run: Run | None,  # that was made already, since memory may run out
         make_run: Callable[[], Run],
         start: Callable[[Run, Mapping[str, str], Key | None], None],
         stay_plain: Callable[[str], None],
@@ -60,7 +61,7 @@ class PlainStart:
         self._make_run, self._start, self._stay_plain = make_run, start, stay_plain
         self._trainer: Trainer = module.trainer
         self._searches = Searches(self._trainer)
-        self._run: Run | None = None
+        self._run = run
         self._program = FitProgram(module, host, plan, kept)
         self.steps = PlainSteps(self._trainer, purse)
         self._is_short = ""  # why the run is too short for trials; empty if it is not
@@ -73,10 +74,6 @@ class PlainStart:
     def is_by_hand(self) -> bool:
         """Whether the module calls its optimizers itself. Then :meth:`around` catches errors of a plain step."""
         return not self._module.automatic_optimization
-
-    def begin_with(self, run: Run) -> None:
-        """Takes over a run that was made early to guard against a lack of memory."""
-        self._run = run
 
     @contextlib.contextmanager
     def around(self, step: AbstractContextManager[None]) -> Iterator[None]:

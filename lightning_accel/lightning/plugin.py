@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -13,33 +12,24 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.packages import LightningModule, Trainer, TrainerFn
+from lightning_accel.lightning.packages import LightningModule, TrainerFn
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.lightning.plugin_base import Reports
 from lightning_accel.lightning.run import Run
 from lightning_accel.lightning.run_state import RunState
-from lightning_accel.lightning.start_rules import (
-    asks_by_name,
-    begins_plain,
-    may_lack_memory,
-    own_format,
-    plain_report,
-)
+from lightning_accel.lightning.start_rules import begins_plain, may_lack_memory, own_format, plain_report
 from lightning_accel.lightning.trainer_plugin import TrainerPlugin
 from lightning_accel.memory.schedule import MemorySchedule
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import ResolvedPrecision, resolve_precision
-from lightning_accel.techniques.registry import declarations
 from lightning_accel.tuning.tuning_result import Tuning
 
 _FABRICS = "Fabric takes another plugin: Fabric(plugins=[AccelFabricPlugin()])."
@@ -71,10 +61,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         at_first: ResolvedPrecision = "32-true" if precision == "auto" else precision
         AutocastPrecision.__init__(self, at_first, "cpu", is_chosen=precision == "auto")
         self.purse: Purse | None = None
-        self._asks_by_name = asks_by_name(self.plan)
-        self._planned = {name: not self.plan.is_off(name) for name in declarations()}
         self._plain_start: PlainStart | None = None
-        self._aside = PatchSet()
         self._kept = RunState()
         self._reports = Reports()
         self._memory_schedule: MemorySchedule | None = None
@@ -112,15 +99,19 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if is_fitting:
             self._memory_schedule = None
             self._added_logger = AddedLogger.where_wanted(self.plan, trainer, module)
-        is_plain = not self._asks_by_name and begins_plain(self.plan, module, host, precision, self._kept)
+        is_plain = begins_plain(self.plan, module, host, precision, self._kept)
         self.purse = Purse() if is_plain and is_fitting else None
-        make_run = functools.partial(self._make_run, module, host, self.purse)
+        make_run = functools.partial(
+            Run, module, host, self.plan, self, self._kept, self.purse, functools.partial(self._loggers, trainer)
+        )
         start = functools.partial(self._start, precision, reason)
-        if not is_plain or (not is_fitting and self._has_proven()):
+        # A fit, or what it has left in a checkpoint, may have settled what evaluations are to do as well.
+        is_proven = self._kept.tuning is not None and self._kept.tuning.is_proven
+        if not is_plain or (not is_fitting and is_proven):
             start(make_run())
             return module
         self.set_precision("32-true" if self._asked == "auto" else precision)
-        self._reports.begin(plain_report(host, self.plan, self.precision, self._planned), is_fitting=is_fitting)
+        self._reports.begin(plain_report(host, self.plan, self.precision), is_fitting=is_fitting)
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
             self._run.guard()
@@ -130,20 +121,10 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             return module
         assert self.purse is not None
         wins_untried = self._asked == "auto" and precision != "32-true"
-        terms = module, host, self.plan, self._kept, self.purse
+        terms = module, host, self.plan, self._kept, self.purse, self._run
         self._plain_start = PlainStart(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
-        if self._run is not None:
-            self._plain_start.begin_with(self._run)
         self.purse.pay("getting ready", seconds() - began)
         return module
-
-    def _has_proven(self) -> bool:
-        """Whether a fit, or what it has left in a checkpoint, has settled what evaluations are to do as well."""
-        return self._kept.tuning is not None and self._kept.tuning.is_proven
-
-    def _make_run(self, module: LightningModule, host: Host, purse: Purse | None) -> Run:
-        loggers = functools.partial(self._loggers, module.trainer)
-        return Run(module, host, self.plan, self, self._kept, purse, loggers)
 
     def _start(
         self,
@@ -178,17 +159,11 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             record.is_on &= name == "precision"
         self._stand_aside()
 
+    @override
     def _stand_aside(self) -> None:
-        """Leaves what a plain step calls to Lightning's own methods: of short steps, ours are a part that counts."""
-        beginning = self._plain_start
-        is_by_hand = beginning is not None and beginning.is_by_hand
-        if self._aside or self._run is not None or self.precision != "32-true" or is_by_hand:
-            return
-        for name in _OF_A_PLAIN_STEP:
-            if getattr(type(self), name) is getattr(AccelPlugin, name):  # and no subclass's
-                lightnings = types.MethodType(getattr(type(self._lightnings), name), self)
-                self._aside.add(AttributePatch(name, "Lightning's own", self, name, lightnings))
-        self._aside.apply()
+        is_by_hand = self._plain_start is not None and self._plain_start.is_by_hand
+        if self._run is None and not is_by_hand:
+            super()._stand_aside()
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""
@@ -207,10 +182,6 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if self._run is None or not self._run.is_started:
             self._stay_plain("the run was over before it could pay for that")
         self._plain_start = None
-
-    def _loggers(self, trainer: Trainer) -> list[SpeedMemoryLogger]:
-        added = [] if self._added_logger is None else [self._added_logger.logger]
-        return speed_memory_loggers(trainer) + added
 
     @override
     def connect(
@@ -312,20 +283,14 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         self._memory_schedule = self.memory_schedule
         self._end_run()
         self._aside.undo()
-        self._aside = PatchSet()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Copies and other processes get the settings, the scaler and what is kept; a run in progress stays here.
-        state = super().__getstate__()
-        state = {name: value for name, value in state.items() if not isinstance(value, types.MethodType)}  # our patches
         running = ("_run", "_plain_start", "_added_logger", "purse")
-        return {**state, **dict.fromkeys(running), "_kept": copy(self._kept), "_aside": PatchSet()}
+        return {**super().__getstate__(), **dict.fromkeys(running), "_kept": copy(self._kept)}
 
     @override
     def __format__(self, format_spec: str) -> str:
         # Lightning refuses a plugin with an f-string that contains it, and calls nothing else of ours before.
         return format(repr(self), format_spec) + _WHERE_REFUSED
-
-
-_OF_A_PLAIN_STEP = "convert_input", "train_step_context", "pre_backward", "clip_gradients"

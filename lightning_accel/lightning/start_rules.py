@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ SHORT_ON_RANKS = 100
 _WAITS = "waiting for plain steps that tell what it may cost"
 
 
-def asks_by_name(plan: Plan) -> bool:
+def _asks_by_name(plan: Plan) -> bool:
     """Returns whether a plan requests by name something that must act from the first step on."""
     return plan.on_oom == "split" or any(
         not (value == declaration.default or declaration.is_off(value))
@@ -33,10 +32,11 @@ def asks_by_name(plan: Plan) -> bool:
 
 
 def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str, kept: RunState) -> bool:
-    """Returns whether a run begins as the user wrote it, for a plan that requests nothing by name.
+    """Returns whether a run begins as the user wrote it.
 
-    It does not if time measurements may not decide, or if a technique that fails is an error. On several ranks, layouts
-    must be known before the first step: only a run that is known to be short stays plain there, from start to end.
+    It does not if its plan requests something by name, if time measurements may not decide, or if a technique that
+    fails is an error. On several ranks, layouts must be known before the first step: only a run that is known to be
+    short stays plain there, from start to end.
     """
     trainer = module.trainer
     strategy: Strategy = trainer.strategy
@@ -47,7 +47,8 @@ def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str
     has_scaler = precision == "16-mixed" and plan.of("precision") == "auto"  # a scaler changes the kind of a step
     feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
     # A step that reads the loader directly has no moment at which the plan could start.
-    return by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
+    is_plain = by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
+    return is_plain and not _asks_by_name(plan)
 
 
 def is_rehearsal(trainer: Trainer) -> bool:
@@ -63,11 +64,11 @@ def _is_short_on_every_rank(trainer: Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS
 
 
-def plain_report(host: Host, plan: Plan, precision: str, planned: Mapping[str, bool]) -> Report:
+def plain_report(host: Host, plan: Plan, precision: str) -> Report:
     """Returns the report of a run that begins as the user wrote it."""
-    report = Report(planned, device=host.described)
-    for name, is_planned in planned.items():
-        if is_planned:
+    report = Report(declarations(), device=host.described)
+    for name in declarations():
+        if not plan.is_off(name):
             report.of(name).change("waiting", _WAITS)
     if plan.precision != "auto":
         report.of("precision").change("decided", f"{precision}: as asked", is_on=precision != "32-true")

@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from typing_extensions import override
 
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, speed_memory_loggers
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import nested
-from lightning_accel.lightning.packages import Precision
+from lightning_accel.lightning.packages import Precision, Trainer
 from lightning_accel.lightning.plugin_base import PluginBase
 from lightning_accel.lightning.run import Run
 
@@ -49,6 +50,10 @@ class TrainerPlugin(PluginBase, Precision):
             self._run.interrupt()
         if self._added_logger is not None:
             self._added_logger.logger.interrupt()
+
+    def _loggers(self, trainer: Trainer) -> list[SpeedMemoryLogger]:
+        added = [] if self._added_logger is None else [self._added_logger.logger]
+        return speed_memory_loggers(trainer) + added
 
     def _end_run(self) -> None:
         if self._added_logger is not None:

@@ -8,18 +8,19 @@ interpreter's lock for nearly all of the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.compiled import CompiledKind, is_gathered_by_hooks
-from lightning_accel.core.first_call import at_first_call
-from lightning_accel.core.patch import PatchSet
 from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
 from lightning_accel.techniques.compiled_graphs import ReplayedPatch
-from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts
+from lightning_accel.techniques.first_calls import tried_at_first_calls
+from lightning_accel.techniques.technique_context import SiteTrial, TechniqueContext, Verdict, Verdicts
 
 FIRST_S = 10.0
 """What a kind of block is taken to cost before any was compiled: code generation, and a C++ or Triton compiler."""
@@ -45,7 +46,7 @@ class CompileSetup:
         self.is_over = False  # whether what can be compiled is
         self.has_graphs = True  # whether there may be, or are, compiled blocks that CUDA graphs replay
         self._run, self._patches, self._kinds, self._told = run, patches, kinds, told
-        self._probes = PatchSet()
+        self._trial = ExitStack()
         self._found: Verdicts = {}
         self._may_take_s = self._taken_s = self._longest_s = 0.0
 
@@ -64,16 +65,15 @@ class CompileSetup:
         self._may_take_s, self._taken_s, self._longest_s = may_take_s, 0.0, 0.0
         for patch in self.possible:
             patch.undo()  # applied where an earlier run has tried it; the compiler must not meet the probes
-        self._found = {patch.site: Verdict("untried", _NOT_CALLED) for patch in self.possible}
-        self._probes = PatchSet(
-            at_first_call(patch.site, patch.block, self._meeting(patch), when=torch.is_grad_enabled)
+        trials = {
+            patch.site: SiteTrial(patch.block, partial(self._tried, patch), torch.is_grad_enabled, _NOT_CALLED)
             for patch in self.possible
-        )
-        self._run.at_end.callback(self._probes.undo)
-        self._probes.apply()
+        }
+        self._found = self._trial.enter_context(tried_at_first_calls(trials))
+        self._run.at_end.callback(self._trial.close)
 
     def end(self) -> float | None:
-        self._probes.undo()
+        self._trial.close()
         self.is_over = True
         # Rank 0's hold: what it keeps, and another rank could not compile, runs eagerly there.
         decided = self._found if self._run.agree is None else self._run.agree(self._found)
@@ -103,14 +103,6 @@ class CompileSetup:
         else:
             self._run.refuse(patch.site, verdict.reason, verdict.measured, verdict.kind)
 
-    def _meeting(self, patch: CompilePatch) -> Callable[[Any, Any], None]:
-        def meet(args: Any, kwargs: dict[str, Any]) -> None:
-            stopwatch = Stopwatch()
-            self._found[patch.site] = self._tried(patch, args, kwargs)
-            self._taken_s += stopwatch.seconds()
-
-        return meet
-
     def _tried(self, patch: CompilePatch, args: Any, kwargs: dict[str, Any]) -> Verdict:
         if is_gathered_by_hooks(patch.block):
             return Verdict("refused", _SHARDED)
@@ -131,5 +123,6 @@ class CompileSetup:
             verdict = replace(verdict, measured=known.measured)
         if verdict.keep and isinstance(patch, ReplayedPatch):
             patch.try_replay(args, kwargs)
-        self._longest_s = max(self._longest_s, stopwatch.seconds())
+        took_s = stopwatch.seconds()
+        self._taken_s, self._longest_s = self._taken_s + took_s, max(self._longest_s, took_s)
         return verdict

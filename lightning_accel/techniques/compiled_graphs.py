@@ -18,8 +18,6 @@ from typing_extensions import override
 from lightning_accel.core.compiled import eager_call
 from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
-from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compiled_blocks import CompilePatch
 from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
@@ -73,10 +71,7 @@ class ReplayedPatch(CompilePatch):
         self.why_not_replayed = _NOT_TRIED
         try:
             with applied(self):
-                self._graphed.capture(args, kwargs)
-                trial = Trial(self.block, args, kwargs, samples=None, has_dropout=True)
-                replay = TrialSide(lambda *args, **kwargs: self._graphed.replay(args, kwargs))
-                self.why_not_replayed = trial.numbers(TrialSide(eager_call(self.block)), replay).failure
+                self.why_not_replayed = self._graphed.tried(eager_call(self.block), args, kwargs).failure
         except NotCapturedError as error:
             self.why_not_replayed = str(error)
 

@@ -29,6 +29,8 @@ from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules, parts_of
 from lightning_accel.core.tree import leaves, map_tensors, tensors_in
+from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.experiment.trial_runs import TrialSide
 
 Forward = Callable[..., Any]
 Capture = Callable[[Forward, tuple[Tensor, ...]], Forward]
@@ -90,6 +92,16 @@ class GraphedBlock:
         self.misses = 0
         return self.replay(args, kwargs)
 
+    def tried(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> NumbersComparison:
+        """Captures the block on copies of these arguments, and compares a replay's numbers with the original's.
+
+        Raises:
+            NotCapturedError: It cannot be captured; the block is as it was.
+        """
+        self.capture(args, kwargs)
+        trial = Trial(self._block, args, kwargs, samples=None, has_dropout=True)
+        return trial.numbers(TrialSide(original), TrialSide(lambda *args, **kwargs: self.replay(args, kwargs)))
+
     def replay(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Replays what was captured, on other values."""
         assert self._graphed is not None
@@ -99,11 +111,7 @@ class GraphedBlock:
         return map_tensors(Tensor.clone, self._graphed(*given))
 
     def capture(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Captures the block on copies of these arguments.
-
-        Raises:
-            NotCapturedError: It cannot be; the block is as it was.
-        """
+        """Captures the block on copies of these arguments, or raises a :class:`NotCapturedError`."""
         self._look()
         self._check(args, kwargs)
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_in((args, kwargs))]

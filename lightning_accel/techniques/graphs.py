@@ -14,8 +14,6 @@ from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.experiment.trial import Trial
-from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.arms import OFF, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.cuda_capture import capture_on_cuda
@@ -121,11 +119,9 @@ class Graphs(Technique):
 
 def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str, Any]) -> Verdict:
     try:
-        graphed.capture(args, kwargs)
+        found = graphed.tried(block.forward, args, kwargs)
     except NotCapturedError as error:
         return Verdict("refused", str(error))
-    trial = Trial(block, args, kwargs, samples=None, has_dropout=True)
-    found = trial.numbers(TrialSide(block.forward), TrialSide(lambda *a, **k: graphed.replay(a, k)))
     if found.failure:
         graphed.pause(True)
         return Verdict(found.kind, found.failure, measured=found.measured())

@@ -58,8 +58,8 @@ class LayoutTrial(TorchFunctionMode):
         self._by_clock = by_clock
         self._purse = purse
         self._compared: set[Any] = set()
-        self._timings: dict[Any, tuple[float, float]] = {}  # of kinds of calls, in either layout
-        self._original_ms = self._candidate_ms = 0.0  # of the step
+        self._timings: dict[Any, Measurement] = {}  # of kinds of calls
+        self._times: list[Measurement] = []  # of all calls of the step
         self._numbers: list[Measurement] = []
         self._failure: NumbersComparison | None = None
 
@@ -88,10 +88,9 @@ class LayoutTrial(TorchFunctionMode):
             return Verdict(self._failure.kind, self._failure.failure, measured=together(self._numbers))
         if not self._compared:
             return Verdict("refused", "no convolution ran on the first step, so nothing was tried")
-        before, after = self._original_ms, self._candidate_ms
-        times = Measurement(original_ms=before, candidate_ms=after) if after else Measurement()
-        figures = together([*self._numbers, times])
-        if not after:  # untimed
+        figures = together([*self._numbers, *self._times])
+        before, after = figures.original_ms, figures.candidate_ms
+        if not before or not after:  # untimed
             return Verdict("kept", measured=figures)
         measured = f"convolutions, norms and pooling at {before / after:.2f}x the speed here"
         reason = f"{measured} ({before:.1f} → {after:.1f} ms a step)"
@@ -123,10 +122,8 @@ class LayoutTrial(TorchFunctionMode):
             if kind not in self._timings:
                 found = trial.time(*sides)
                 self._failure = found if found.failure else None
-                self._timings[kind] = found.original_ms or 0.0, found.candidate_ms or 0.0
-            original_ms, candidate_ms = self._timings[kind]
-            self._original_ms += original_ms
-            self._candidate_ms += candidate_ms
+                self._timings[kind] = found.measured()
+            self._times.append(self._timings[kind])
 
     def _in_channels_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def convert(tensor: Tensor) -> Tensor:

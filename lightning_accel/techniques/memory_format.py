@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -32,6 +31,7 @@ from lightning_accel.core.layout import (
 )
 from lightning_accel.core.live_tensors import held_tensors
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
@@ -98,7 +98,7 @@ def _why_not(convolution: nn.Module) -> str | None:
             return "its weight is shared with other processes"
         if parameter.dim() in FORMAT_NAMES and parameter.untyped_storage().nbytes() != parameter.nbytes:
             return "its weight is a part of a larger buffer"
-    if _has_buckets() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
+    if has_ranks() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
         return "on several ranks its layout could not be taken back in mid-run"
     return None
 
@@ -107,11 +107,6 @@ def _breaks_the_heap(module: nn.Module) -> bool:
     if not isinstance(module, nn.Conv2d | nn.Conv3d):
         return False
     return breaks_the_heap(module.kernel_size, module.stride, module.in_channels // module.groups)
-
-
-def _has_buckets() -> bool:
-    """Whether gradients may be reduced in DistributedDataParallel's buckets: see :meth:`WeightLayout.hold`."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @register(
@@ -151,13 +146,13 @@ class MemoryFormat(Technique):
         self._is_decided = False
         self._refused_before_trial = ""
         # DistributedDataParallel lays its buckets out by what it finds: see WeightLayout.hold.
-        self.traits = replace(self.traits, applied_before_trial=_has_buckets())
+        self.traits = replace(self.traits, applied_before_trial=has_ranks())
 
     @override
     def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         self._model, self._is_decided = model, not self.run.verify
         # Where DistributedDataParallel has laid out its buckets, weights cannot change their layout any more.
-        if self._is_auto and not _has_buckets():
+        if self._is_auto and not has_ranks():
             self.run.live = Live()
         self.run.at_end.callback(self._close)
         claims = convert_weights(model, self._dims, on_cpu=host.kind == "cpu")
@@ -222,7 +217,7 @@ class MemoryFormat(Technique):
 
     def shown(self) -> AbstractContextManager[Any]:
         """Around code of the user's between two steps, which sees weights, gradients and states as they are plain."""
-        is_needed = self._is_in_force() and not self._is_shown and not _has_buckets()
+        is_needed = self._is_in_force() and not self._is_shown and not has_ranks()
         return LayoutShown(functools.partial(self._have_shown, True)) if is_needed else nullcontext()
 
     def _have_shown(self, is_shown: bool) -> None:
@@ -242,7 +237,7 @@ class MemoryFormat(Technique):
         reason = reads_by_layout(optimizer)
         if reason is None or (self._is_decided and not self._is_in_force()):
             return
-        if _has_buckets():
+        if has_ranks():
             # Too late to give the layout back: DDP has laid its buckets out by it.
             if isinstance(optimizer, LBFGS):
                 raise SettingError(f"{reason}: on several ranks give techniques.memory_format='off'.")
@@ -279,7 +274,7 @@ class MemoryFormat(Technique):
             self._is_decided = True
         elif isinstance(event, Switched):
             self._is_shown = False
-        elif isinstance(event, Settled) and _has_buckets():
+        elif isinstance(event, Settled) and has_ranks():
             for weight in self._weights:
                 if not weight.is_applied:
                     weight.hold()

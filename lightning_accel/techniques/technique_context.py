@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.purse import Purse
+from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.techniques.arms import Live
 
@@ -161,8 +161,7 @@ class TechniqueContext:
     @property
     def decides_alone(self) -> bool:
         """Whether several processes train and do not agree: each would choose by its own clock."""
-        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return has_ranks and self.agree is None
+        return self.agree is None and has_ranks()
 
     def take(self) -> tuple[Verdicts, Verdicts, list[str]]:
         """Returns what was refused, revised and warned of since the last call."""

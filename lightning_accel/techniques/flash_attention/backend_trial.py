@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_accel.core.dropout import is_dropout_off
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.screening import fastest, screen
 from lightning_accel.experiment.tolerance import Spread
 from lightning_accel.experiment.trial import NumbersComparison, Trial
@@ -26,19 +25,9 @@ from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 from lightning_accel.techniques.flash_attention.row_formula import ByRows
+from lightning_accel.techniques.technique_context import Verdict
 
 ORIGINAL = "original"
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What came out of a trial."""
-
-    choice: str  # the name of a backend, or "original"
-    reason: str  # what was measured, or why none of the backends may
-    kind: VerdictKind = "refused"
-    is_wrong: bool = False  # every backend failed or had other numbers, so that none may be tried there again
-    measured: Measurement | None = None  # of the backend that is spoken of
 
 
 class WatchedBackend(Backend):
@@ -130,29 +119,33 @@ class Rehearsal:
             self._measured[backend.name].append(found.measured())
         return found
 
-    def judgement(self, nothing_found: str | None) -> Judgement:
-        """What came out; ``nothing_found`` is what the site says of a call in which there was nothing to fuse."""
+    def verdict(self, shapes: str, nothing_found: str | None) -> Verdict:
+        """What came out for a class of shapes; no choice for it if none of the backends may be tried there again.
+
+        ``nothing_found`` is what the site says of a call in which there was nothing to fuse.
+        """
+        original = {shapes: ORIGINAL}
         if nothing_found is not None and not self._failures:
-            return Judgement(ORIGINAL, nothing_found)
+            return Verdict("refused", nothing_found, original)
         if not self._num_attentions:
-            return Judgement(ORIGINAL, "its forward ran no attention that can be fused")
+            return Verdict("refused", "its forward ran no attention that can be fused", original)
         agreeing = [backend.name for backend in self.backends if backend.name not in self._failures]
         if not agreeing:
             is_one = len(self.backends) == 1
             reasons = [one.failure if is_one else f"{name}: {one.failure}" for name, one in self._failures.items()]
             # One backend that was not tried to the end, or failed, leaves it open whether all of them are wrong.
             kind = max((one.kind for one in self._failures.values()), key=("refused", "failed", "too_dear").index)
-            return Judgement(ORIGINAL, "; ".join(reasons), kind, is_wrong=True, measured=self._figures(*self._failures))
+            return Verdict(kind, "; ".join(reasons), measured=self._figures(*self._failures))
         if not self.by_clock:
-            return Judgement(agreeing[0], f"by {agreeing[0]}", "kept", measured=self._figures(agreeing[0]))
+            return Verdict("kept", f"by {agreeing[0]}", {shapes: agreeing[0]}, self._figures(agreeing[0]))
         figures: dict[str, Any] = {name: self._figures(name) for name in agreeing}
         best = fastest({name: [one.candidate_ms / one.original_ms] for name, one in figures.items()})
         before, after = figures[best].original_ms, figures[best].candidate_ms
         measured = f"{before / after:.2f}x the speed here ({before:.2f} → {after:.2f} ms a pass)"
         # At the same speed, too, the fused form wins: its memory grows with the length, not with its square.
         if screen(before, after) == "slower":
-            return Judgement(ORIGINAL, f"not faster by {best}: {measured}", measured=figures[best])
-        return Judgement(best, f"by {best}, {measured}", "kept", measured=figures[best])
+            return Verdict("refused", f"not faster by {best}: {measured}", original, figures[best])
+        return Verdict("kept", f"by {best}, {measured}", {shapes: best}, figures[best])
 
     def _figures(self, *backends: str) -> Measurement:
         return together(one for name in backends for one in self._measured[name])

@@ -5,28 +5,25 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.core.purse import Purse
+from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.report import one_line
-from lightning_accel.core.states import VerdictKind
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.tolerance import Spread
 from lightning_accel.techniques.arms import OFF
-from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Judgement, Rehearsal, WatchedBackend
+from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
-from lightning_accel.techniques.technique_context import Verdict
+from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts
 
 _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
 
@@ -35,31 +32,36 @@ _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest 
 class Judge:
     """What the sites of one model share: what is tried at their calls, by the clock or not, and what came out."""
 
-    backends: dict[str, WatchedBackend]  # in order of preference
-    verify: bool  # or the first is taken untried
-    may_time: bool  # whether the clock decides between them
+    run: TechniqueContext
+    backends: dict[str, WatchedBackend] = field(default_factory=dict)  # in order of preference
+    may_time: bool = True  # whether the clock decides between them
     untimed: tuple[str, ...] = ()  # names of sites at which it never does
     is_trial_step: bool = False  # in which sites are tried for the first time
-    purse: Purse | None = None  # what pays for trials
-    timed: dict[tuple[Any, ...], Judgement] = field(default_factory=dict)  # of the first of sites that are alike
+    found: Verdicts = field(default_factory=dict)  # in that step
+    timed: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)  # of the first of sites that are alike
     spreads: defaultdict[tuple[Any, ...], dict[int, Spread]] = field(default_factory=lambda: defaultdict(dict))
 
     def goes_by_clock(self, site: AttentionSite) -> bool:
         """Whether a backend has to be faster than the original at this site."""
-        if not self.may_time or site.is_named(self.untimed):
+        if not (self.may_time and self.run.decides_by_clock) or site.is_named(self.untimed):
             return False
-        # A deterministic run decides nothing by the clock; nor, in mid-run, does one rank of several.
-        is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        return not torch.are_deterministic_algorithms_enabled() and (is_alone or self.is_trial_step)
+        return self.is_trial_step or not has_ranks()  # one rank of several decides nothing by the clock in mid-run
+
+    def revise(self, site: str, verdict: Verdict) -> None:
+        """Says what holds at a site from now on."""
+        if self.is_trial_step:
+            self.found[site] = verdict
+        else:
+            self.run.revise(site, verdict)
 
 
 class Dispatch(Patch):
     """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it.
 
-    Backends are tried as the ``judge`` says; ``revise`` is told, with the site's name, what holds there from now on.
+    Backends are tried as the ``judge`` says.
     """
 
-    def __init__(self, attention: AttentionSite, judge: Judge, revise: Callable[[str, Verdict], None]) -> None:
+    def __init__(self, attention: AttentionSite, judge: Judge) -> None:
         super().__init__(attention.site, f"{attention.what} → fused")
         self.attention = attention
         self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
@@ -69,7 +71,6 @@ class Dispatch(Patch):
         self.is_paused = False  # whether none may in this step
         self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
         self._judge = judge
-        self._revise = revise
         self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)
 
     @override
@@ -104,7 +105,8 @@ class Dispatch(Patch):
     def open(self, choices: Mapping[str, str]) -> None:
         """Opens the site, with these choices."""
         if self.is_differentiated_twice:
-            self.refuse("its gradients are differentiated again, which fused kernels do not support")
+            why = "its gradients are differentiated again, which fused kernels do not support"
+            self.refuse(Verdict("refused", why))
             return
         self.choices.update(choices)
         self.is_open = True
@@ -115,10 +117,10 @@ class Dispatch(Patch):
             self.choices.update(self.tried)
         self.tried = {}
 
-    def refuse(self, reason: str, kind: VerdictKind = "refused", measured: Measurement | None = None) -> None:
+    def refuse(self, verdict: Verdict) -> None:
         """Sends all calls to the original from now on."""
         self.is_refused = True
-        self._revise(self.site, Verdict(kind, reason, measured=measured))
+        self._judge.revise(self.site, verdict)
 
     # -- a call ------------------------------------------------------------------------------------------------
 
@@ -146,9 +148,9 @@ class Dispatch(Patch):
             return original(self.attention.module, *args, **kwargs)
         outputs, failure = self._attempt(backend, original, args, kwargs)
         if failure:
-            self.refuse(f"failed in mid-run: {failure}", "failed")
+            self.refuse(Verdict("failed", f"failed in mid-run: {failure}"))
         elif reason := self.attention.given_up():
-            self.refuse(reason)
+            self.refuse(Verdict("refused", reason))
         return outputs
 
     def _attempt(
@@ -173,13 +175,13 @@ class Dispatch(Patch):
         if choice is not None:
             self.choices[shapes] = choice
             return self._route(original, args, kwargs)
-        judgement, outputs = self._rehearsed(shapes, original, args, kwargs)
-        self._record(shapes, judgement)
+        verdict, outputs = self._rehearsed(shapes, original, args, kwargs)
+        self._record(shapes, verdict)
         return outputs
 
     def _rehearsed(
         self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Judgement, Any]:
+    ) -> tuple[Verdict, Any]:
         """Computes a call and tries backends on it. Sites that are alike share times and spreads."""
         site, judge = self.attention, self._judge
         by_clock = judge.goes_by_clock(site)
@@ -187,44 +189,41 @@ class Dispatch(Patch):
         timed = judge.timed.get(alike) if by_clock else None
         backends = list(judge.backends.values())
         if timed is not None:
-            backends = [judge.backends.get(timed.choice, backends[0])]
+            backends = [judge.backends.get(timed.choices[shapes], backends[0])]
         rehearsal = Rehearsal(
-            backends, by_clock=by_clock and timed is None, purse=judge.purse, spreads=judge.spreads[alike]
+            backends, by_clock=by_clock and timed is None, purse=judge.run.purse, spreads=judge.spreads[alike]
         )
         outputs, failure = self._attempt(rehearsal, original, args, kwargs)
         if failure:
-            return Judgement(ORIGINAL, f"failed in its trial: {failure}", "failed", is_wrong=True), outputs
-        found = rehearsal.judgement(site.nothing_found())
+            return Verdict("failed", f"failed in its trial: {failure}"), outputs
+        found = rehearsal.verdict(shapes, site.nothing_found())
         if timed is not None:
-            return (found if found.choice == ORIGINAL else timed), outputs
-        if by_clock and not found.is_wrong:
+            return (timed if found.keep else found), outputs
+        if by_clock and found.choices:
             judge.timed[alike] = found
         return found, outputs
 
     def _known_choice(self, shapes: str) -> str | None:
         """What holds for a class without a trial."""
-        if not self._judge.verify:
+        if not self._judge.run.verify:
             return next(iter(self._judge.backends))
         known = nearest_choice(shapes, self.choices)
         is_full = len(self.choices) >= _MAX_CLASSES
         return known if is_full or (known == ORIGINAL and not self._judge.goes_by_clock(self.attention)) else None
 
-    def _record(self, shapes: str, judgement: Judgement) -> None:
-        self.tried[shapes] = judgement.choice
-        keep = judgement.choice != ORIGINAL
+    def _record(self, shapes: str, verdict: Verdict) -> None:
+        choice = self.tried[shapes] = verdict.choices.get(shapes, ORIGINAL)
         known = nearest_choice(shapes, self.choices)
         if self._judge.is_trial_step:
-            choices = {} if judgement.is_wrong else {shapes: judgement.choice}
-            self._revise(self.site, Verdict(judgement.kind, judgement.reason, choices, judgement.measured))
-        elif judgement.is_wrong and judgement.kind != "too_dear":
-            self.refuse(judgement.reason, judgement.kind, judgement.measured)
-        elif known is None or (keep and known == ORIGINAL):
-            reason = f"{self.change}: {judgement.reason}" if keep else judgement.reason
-            choices = {**self.choices, shapes: judgement.choice}
-            self._revise(self.site, Verdict(judgement.kind, reason, choices, judgement.measured))
+            self._judge.revise(self.site, verdict)
+        elif not verdict.choices and verdict.kind != "too_dear":
+            self.refuse(verdict)
+        elif known is None or (verdict.keep and known == ORIGINAL):
+            reason = f"{self.change}: {verdict.reason}" if verdict.keep else verdict.reason
+            self._judge.revise(self.site, replace(verdict, reason=reason, choices={**self.choices, shapes: choice}))
 
     def _watch_gradients(self, outputs: Any) -> Any:
-        """TechniqueContext, before anything is fused, whether gradients through the site are differentiated again."""
+        """Notes, before anything is fused, whether gradients through the site are differentiated again."""
 
         def note(gradient: Tensor) -> None:
             self.is_differentiated_twice |= torch.is_grad_enabled()

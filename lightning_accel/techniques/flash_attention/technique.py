@@ -67,9 +67,8 @@ class FlashAttention(Technique):
             self.run.forecast = Forecast(True, ", ".join(self._names(context.host)), "")
         self.run.live = Live() if plan.backend == "auto" else None
         self._model = context.model
-        self._judge = Judge({}, verify=True, may_time=plan.backend == "auto", untimed=plan.force)
+        self._judge = Judge(self.run, may_time=plan.backend == "auto", untimed=plan.force)
         self._dispatches: dict[str, Dispatch] = {}
-        self._found: Verdicts = {}  # in the trial step
         self._agreed: Verdicts = {}
         self._switches = PatchSet()
 
@@ -93,8 +92,6 @@ class FlashAttention(Technique):
     def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         _check_names(model, self._plan)
         self._model = model
-        self._judge.may_time &= self.run.timed
-        self._judge.verify = self.run.verify
         for name in self._names(host):
             self._judge.backends[name] = WatchedBackend(BACKENDS[name], self._complain)
         for claim in find_sites(model):
@@ -105,7 +102,7 @@ class FlashAttention(Technique):
             elif claim.is_named(self._plan.skip):
                 yield Site(claim.site, why_not="left alone, as flash_attention.skip says")
             else:
-                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._judge, self._revise)
+                dispatch = self._dispatches[claim.site] = Dispatch(claim, self._judge)
                 yield dispatch
         self.run.watches_on = bool(self._dispatches)  # for other shapes
         self.run.at_end.callback(self._close)
@@ -120,12 +117,6 @@ class FlashAttention(Technique):
         if self._plan.backend != "auto":
             self.run.warn(f"flash_attention: {lack}: torch's own choice computes it")
 
-    def _revise(self, site: str, verdict: Verdict) -> None:
-        if self._judge.is_trial_step:
-            self._found[site] = verdict
-        else:
-            self.run.revise(site, verdict)
-
     def _edit_captured(self, graph: GraphModule) -> None:
         # Only where attention is fused elsewhere too.
         if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
@@ -134,10 +125,10 @@ class FlashAttention(Technique):
     @override
     @contextmanager
     def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
-        self._found = {patch.site: Verdict("kept", _LATE) for patch in patches}
+        self._judge.found = {patch.site: Verdict("kept", _LATE) for patch in patches}
         self._judge.is_trial_step = True
         try:
-            yield self._found
+            yield self._judge.found
         finally:
             self._judge.is_trial_step = False
 
@@ -153,7 +144,6 @@ class FlashAttention(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
-        self._judge.purse = self.run.purse
         for dispatch in self._dispatches.values():
             if dispatch.tried:
                 dispatch.adopt_tried()

@@ -228,7 +228,7 @@ def test_a_rehearsal_adds_to_a_cache_what_the_call_itself_adds() -> None:
     for cache in (decoder_only, both):
         rehearsal = Rehearsal([WatchedBackend(Sdpa())], by_clock=False)
         site.run(rehearsal, forward, (hidden,), {"past_key_values": cache})
-        assert rehearsal.judgement(site.nothing_found()).choice == "sdpa"
+        assert rehearsal.verdict("all", site.nothing_found()).choices == {"all": "sdpa"}
         assert cache.get_seq_length() == 6
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-KIND = "served"
-"""Of the record's line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +39,11 @@ class Served:
 
     @classmethod
     def from_dict(cls, checkpoint: str, found: Mapping[str, Any]) -> Served:
-        """Of a comparison as ``Comparison.to_dict`` gives it, and as it stands in a record."""
+        """Of a comparison as ``Comparison.to_dict`` gives it."""
         return cls(
             checkpoint=checkpoint,
             forms=[_form(name, one, name in found["worse"]) for name, one in found["forms"].items()],
-            left_out={str(name): str(why) for name, why in found["left_out"].items()},
-            max_drop=float(found["max_drop"]),
-            recommended=str(found["recommended"]),
-            why=str(found["why"]),
+            **{name: found[name] for name in ("left_out", "max_drop", "recommended", "why")},
         )
 
     def frontier(self) -> list[ServedForm]:
@@ -73,34 +65,19 @@ class Served:
         return float("inf") if found is None else found
 
 
-def add_to_record(record: Path, checkpoint: Path, comparison: Mapping[str, Any]) -> None:
-    """Adds a comparison to the record of a run, where its report shows the latest one.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    line = {"kind": KIND, "checkpoint": str(checkpoint), **comparison}
-    with record.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
 def _form(name: str, one: Mapping[str, Any], is_worse: bool) -> ServedForm:
     latency, speedup, scores = one["latency"], one["speedup"], one["scores"]
     return ServedForm(
-        name=str(name),
-        p50_ms=float(latency["p50"]),
-        p95_ms=float(latency["p95"]),
-        p99_ms=float(latency["p99"]),
-        speedup=float(speedup["ratio"]),
-        low=float(speedup["low"]),
-        high=_number(speedup["high"]),
-        disk_bytes=int(one["disk_bytes"]),
-        error=_number(one["error"]),
-        scores={str(metric): _number(score["value"]) for metric, score in scores.items()},
-        drops={str(metric): _number(score["drop"]) for metric, score in scores.items()},
+        name=name,
+        p50_ms=latency["p50"],
+        p95_ms=latency["p95"],
+        p99_ms=latency["p99"],
+        speedup=speedup["ratio"],
+        low=speedup["low"],
+        high=speedup["high"],
+        disk_bytes=one["disk_bytes"],
+        error=one["error"],
+        scores={metric: score["value"] for metric, score in scores.items()},
+        drops={metric: score["drop"] for metric, score in scores.items()},
         is_worse=is_worse,
     )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

@@ -15,7 +15,7 @@ from evidence.test_report_model import huge
 from lightning_accel.evidence.render import write
 from lightning_accel.evidence.report_model import Page, page_of
 from support.browser import a_browser
-from support.reported_runs import PEAKS, record_of, report_of
+from support.reported_runs import PEAKS, record_of, told
 
 pytestmark = pytest.mark.browser
 
@@ -30,7 +30,7 @@ def pages() -> dict[str, Page]:
         "full": replace(full, findings=[*findings, *findings]),
         "out of memory": page_of(record_of(page="CUDA out of memory.\n\nStep 3 did not fit\n\nWho asked:\n  head")),
         "huge": page_of(huge(), peaks=PEAKS),
-        "plain": page_of(record_of(report=report_of(compile={}), epochs=[]), peaks=PEAKS),
+        "plain": page_of(record_of(**told(compile={}), epochs=[]), peaks=PEAKS),
     }
 
 
@@ -136,7 +136,7 @@ def test_without_javascript_every_number_is_there(show: Open) -> None:
     for table in ("Parts of a step", "Live trials", "Memory at the peak", "Layout copies", "Over the run", "Machine"):
         assert page.locator(f"[aria-label='{table}'] td").first.is_visible()
     page.locator("summary", has_text="As a table").click()
-    assert page.locator("[aria-label='Modules under the roof'] td").first.is_visible()
+    assert page.locator("[aria-label='Modules beside the limits of the machine'] td").first.is_visible()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from _networks import UNet
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -29,7 +30,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AccelPlugin
-from lightning_accel.callbacks._meters import host_rss_mib
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.tuning.tuning_result import Tuning
 
@@ -255,7 +255,7 @@ class Turns(Callback):
         return Turn(
             step_ms=1e3 * median(self._starts),
             peak_mib=self._memory.peak_bytes() / 2**20,
-            resident_mib=host_rss_mib(),
+            resident_mib=psutil.Process().memory_info().rss / 2**20,
             faults=median(self._faults),
             is_settled=is_settled,
         )

@@ -192,9 +192,8 @@ def sums_row(name: str) -> list[str]:
         record = read_record(Path(folder))
         trained(name, Path(folder) / "metered", TAKEN_APART, metered)
     parts_ms, wall_ms = sum(record.parts_ms().values()), _wall_ms(record, wall.ends_s)
-    assert record.anatomy is not None
-    assert record.anatomy.memory is not None
-    told = sum(record.anatomy.memory.parts.values())
+    assert record.memory is not None
+    told = sum(record.memory.parts.values())
     return [
         MODELS[name].title,
         f"{wall_ms:.2f}",

@@ -5,15 +5,27 @@ from __future__ import annotations
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_prefixed_message
 
+from lightning_accel.callbacks._header import makes_loaders
+from lightning_accel.core.host import usable_cores
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import Report
+from lightning_accel.core.tree import leaves
+from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
+from lightning_accel.evidence.epoch_speed import EpochSpeed
 from lightning_accel.lightning.packages import Trainer
+from lightning_accel.tuning.tuning_result import Tuning
 
 
 def report_of(trainer: Trainer) -> Report | None:
     """AccelPlugin's; None in a run without it."""
     report = getattr(trainer.precision_plugin, "report", None)
     return report if isinstance(report, Report) else None
+
+
+def tuning_of(trainer: Trainer) -> Tuning | None:
+    """What live trials have come to by now; None without them."""
+    tuning = getattr(trainer.precision_plugin, "tuning", None)
+    return tuning if isinstance(tuning, Tuning) else None
 
 
 def say(trainer: Trainer, *lines: str) -> None:
@@ -28,6 +40,29 @@ def say_of_rank(trainer: Trainer, line: str) -> None:
     """Says now what this rank has to say, though it may not be the first."""
     rank = trainer.global_rank if trainer.world_size > 1 else None
     rank_zero.log.info(rank_prefixed_message(f"lightning-accel: {line}", rank))
+
+
+def advise(trainer: Trainer, speed: EpochSpeed, *, has_images: bool) -> bool:
+    """Says what to change in a run whose interval has waited long enough for its data; whether it has."""
+    if speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
+        return False
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return False  # of a batch, nothing can be told
+    if speed.world_size != trainer.world_size:
+        return False  # the ranks are not here together to hear what rank 0 has to say
+    lines = waiting_advice(
+        leaves(trainer.train_dataloader),
+        speed.data_wait_frac,
+        trainer.strategy.root_device,
+        preprocesses=bool(getattr(getattr(trainer.precision_plugin, "plan", None), "preprocess", ())),
+        cores=usable_cores(),
+        makes_loaders=makes_loaders(trainer),
+        has_images=has_images,
+    )
+    # The wait is that of all ranks, but each times and sets up loaders of its own: what is said is of one run.
+    if lines := trainer.strategy.broadcast(lines):
+        say(trainer, *lines)
+    return True
 
 
 class Announcements:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,10 +15,11 @@ from lightning_accel.callbacks._announcements import Announcements
 from lightning_accel.callbacks._fit_timeline import timeline_of
 from lightning_accel.callbacks._recording import Recording
 from lightning_accel.callbacks._reporting import folder_of
-from lightning_accel.callbacks._slow_steps import SlowSteps
 from lightning_accel.core.profilers import is_profiling
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import one_line
+from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
+from lightning_accel.evidence.amounts import duration
 from lightning_accel.evidence.record import FOLDER
 from lightning_accel.lightning.packages import PyTorchProfiler, Trainer
 
@@ -25,6 +28,9 @@ _ANOTHER = (
     "another profiler is at work, Trainer(profiler='pytorch') say, and there can be one at a time: TraceCallback traces"
     " nothing beside it."
 )
+_SLOW = 3.0  # times the median
+_FEWEST = 16  # steps have a median: the first ones, in which caches fill and changes are tried, are long anyway
+_WINDOW = 64
 _SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR2", None)  # not on Windows
 
 
@@ -200,6 +206,53 @@ class FitTraces:
 
     def _receive(self, number: int, frame: Any) -> None:
         self._is_asked = True
+
+
+class SlowSteps:
+    """Compares each step, from the end of the one before to its own, with the median of those before it.
+
+    On a GPU it is the device's time, which is known some steps later.
+    """
+
+    def __init__(self, timeline: StepTimeline) -> None:
+        self._timeline = timeline
+        timeline.listeners.append(self._took)
+        timeline.is_watched = True
+        self._ms: deque[float] = deque(maxlen=_WINDOW)
+        self._found: str | None = None
+        self._was_paused = True
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._timeline.is_watched = False
+        self._timeline.forget(self._took)
+        self._timeline.release(self)
+
+    def pause(self) -> None:
+        """Tells that something else than training comes next: the step in which it ends is not looked at."""
+        self._timeline.pause()
+        self._was_paused = True
+
+    def step_begins(self, number: int) -> None:
+        """Told before each step."""
+        if not self._was_paused:
+            self._timeline.labels[self] = number
+
+    def step_ended(self) -> str | None:
+        """Told after each step. Returns in words what was slow, or None if nothing was."""
+        self._was_paused = False
+        if self._timeline.claim(self, Driver.TRACES):
+            self._timeline.steps_ended(1)
+        found, self._found = self._found, None
+        return found
+
+    def _took(self, step: StepTimes) -> None:
+        ms, number = step.cycle_ms, step.labels.get(self)
+        if number is None:
+            return
+        if len(self._ms) >= _FEWEST and ms > _SLOW * (median := statistics.median(self._ms)):
+            self._found = f"step {number} took {duration(ms)}, the median is {duration(median)}"
+        self._ms.append(ms)
 
 
 def _folder(trainer: Trainer) -> Path | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightning_accel.callbacks._advising import advise
-from lightning_accel.callbacks._allowance import Allowance
+from lightning_accel.callbacks._allowance import IN_A_ROW, Allowance, Rests
+from lightning_accel.callbacks._announcements import advise
 from lightning_accel.callbacks._batch_size import SizeReader
 from lightning_accel.callbacks._epoch_ends import EpochEnds
 from lightning_accel.callbacks._interval import Interval
@@ -14,7 +14,6 @@ from lightning_accel.callbacks._phase_sampler import PhaseSampler
 from lightning_accel.callbacks._ranks import put_together
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import record_folder, report_path
-from lightning_accel.callbacks._rests import IN_A_ROW, Rests
 from lightning_accel.callbacks._step_watch import StepWatch, has_settled
 from lightning_accel.callbacks._summary_logger import Teller
 from lightning_accel.core.clocks import Deadline, seconds

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 
 from lightning_accel.callbacks._batch_size import SampleCounter, SizeReader
 from lightning_accel.callbacks._fit_timeline import timeline_of
 from lightning_accel.callbacks._flops import FlopMeter, peak_flops_per_sec
-from lightning_accel.callbacks._meters import EnergyMeter, host_rss_mib
+from lightning_accel.callbacks._nvml import EnergyMeter
 from lightning_accel.callbacks._ranks import RankEpoch, thinned
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import rank_zero_info
@@ -88,7 +89,7 @@ class Interval:
             data_wait_frac=_per(sum(wait_ms), sum(cycle_ms)) if knows_wait else None,
             data_wait_ms=_per(sum(wait_ms), len(cycle_ms)) if knows_wait else None,
             peak_memory_mib=None if self.memory is None else self.memory.peak_bytes() / 2**20,
-            host_rss_mib=None if self.memory is None else host_rss_mib(),
+            host_rss_mib=None if self.memory is None else psutil.Process().memory_info().rss / 2**20,
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,
             loss_scale=None if scaler is None else float(scaler.get_scale()),

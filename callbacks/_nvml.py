@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -131,3 +132,45 @@ class Card:
         except Exception:  # an older card or driver, or one that has been taken away: no reason to end the user's run
             return None
         return None if answer is None else float(answer)
+
+
+class EnergyMeter:
+    """The card's energy counter, read when training starts, stops, pauses; without a card nothing is known."""
+
+    def __init__(self, card: Card | None = None) -> None:
+        self._card = card
+        self._began_j: float | None = None
+        self._spent_j = 0.0
+
+    @classmethod
+    def open(cls, device: torch.device) -> EnergyMeter:
+        try:
+            return cls(Card.open(device))
+        except Exception:  # no pynvml, no driver, no permission: the metric is left out
+            return cls()
+
+    def restart(self) -> None:
+        self._spent_j = 0.0
+        self.resume()
+
+    def resume(self) -> None:
+        if self._card is not None:
+            self._began_j = self._read_j(self._card)
+
+    def pause(self) -> None:
+        if self._card is not None and self._began_j is not None:
+            self._spent_j += self._read_j(self._card) - self._began_j
+            self._began_j = None
+
+    def joules(self) -> float | None:
+        """Spent since :meth:`restart`, pauses taken out; None where the counter cannot be read."""
+        self.pause()
+        return None if self._card is None or math.isnan(self._spent_j) else self._spent_j
+
+    def close(self) -> None:
+        if self._card is not None:
+            self._card.close()
+
+    def _read_j(self, card: Card) -> float:
+        joules = card.energy_j()
+        return math.nan if joules is None else joules

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.callbacks._announcements import report_of
+from lightning_accel.callbacks._announcements import report_of, tuning_of
 from lightning_accel.core.report import Report
 from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.figures import MEND, can_draw, share_bar
 from lightning_accel.evidence.speed import Speed
-from lightning_accel.evidence.step_breakdown import MemoryPeak
+from lightning_accel.evidence.step_breakdown import MemoryPeaked
 from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
@@ -35,7 +35,7 @@ class FitOutcome:
     is_end: bool = False  # whether settings, numbers and figures are to be told, too
     record: Path | None = None  # of the run, at its end; None: there is none
     parts_ms: Mapping[str, float] = field(default_factory=dict)  # what a step's time goes to, where it is to be drawn
-    memory: MemoryPeak | None = None  # at the peak of a step that was taken apart, likewise
+    memory: MemoryPeaked | None = None  # at the peak of a step that was taken apart, likewise
 
     @property
     def step(self) -> int:
@@ -50,8 +50,7 @@ class FitOutcome:
     @property
     def tuning(self) -> Tuning | None:
         """What live trials have come to; None without them."""
-        tuning = getattr(self.trainer.precision_plugin, "tuning", None)
-        return tuning if isinstance(tuning, Tuning) else None
+        return tuning_of(self.trainer)
 
     @property
     def ratio(self) -> RatioInterval | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.callbacks._announcements import report_of, say
+from lightning_accel.callbacks._decisions import Decisions
 from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
 from lightning_accel.callbacks._reporting import leave_report, shown_in_notebooks
@@ -31,15 +32,15 @@ from lightning_accel.evidence.events import (
     MOST_OF_CARD,
     MOST_PIECES,
     EpochEnded,
+    Event,
     RunEnded,
     StepMeasured,
-    TrialsSettled,
     in_pieces,
 )
 from lightning_accel.evidence.phase_names import ORDER
 from lightning_accel.evidence.record import RecordWriter, mean_parts_ms
 from lightning_accel.evidence.speed import Speed, speed_of
-from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeak
+from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeaked
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.memory.oom_report import StepMemoryError
 
@@ -63,7 +64,7 @@ class FitRecord:
     def __init__(self, trainer: Trainer) -> None:
         self.parts: PhaseSampler | None = None
         self.knows_samples, self.has_images = True, False
-        self.memory: MemoryPeak | None = None
+        self.memory: MemoryPeaked | None = None
         self._trainer = trainer
         self.folder: Path | None = None
         self._device = trainer.strategy.root_device
@@ -71,6 +72,7 @@ class FitRecord:
         self._course: list[StepMeasured] = []
         self._settled_step: int | None = None
         self._in_file = 0  # of these
+        self._decisions = Decisions(trainer)
         self._epochs: deque[EpochEnded] = deque(maxlen=_MOST_WAITING)  # that are not in the file
         self._writer: RecordWriter | None = None  # until there is something to write
         self._has_failed = False
@@ -152,23 +154,22 @@ class FitRecord:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]
 
-    def took_apart(self, anatomy: Callable[[], Anatomy]) -> None:
+    def took_apart(self, taken: Callable[[], tuple[Anatomy, MemoryPeaked]]) -> None:
         """Told of a step that was watched, operation by operation."""
         try:
-            found = anatomy()
+            anatomy, self.memory = taken()
         except Exception as error:  # of tensors of any kind
             say(self._trainer, f"a step could not be taken apart: {one_line(error)}")
             return
-        found.step = self._steps + 1  # which it has not been told the end of
-        self.memory = found.memory
-        self._attempt(lambda file: file.write(found))
+        anatomy.step = self.memory.step = self._steps + 1  # which it has not been told the end of
+        self._emit(anatomy, self.memory)
 
     def settled(self, tally: StepTally) -> None:
         """Told where live trials have settled."""
         self._take(tally)
         self._write()  # so that no piece of the run is of steps before and after
         self._settled_step = self._steps
-        self._attempt(lambda file: file.write(TrialsSettled(step=self._steps)))
+        self._emit()
 
     def epoch_ended(self, tally: StepTally, speed: EpochSpeed) -> None:
         """Told at an epoch's end, before the clock begins anew."""
@@ -176,7 +177,7 @@ class FitRecord:
         if self._writer is None or self._due.is_over():
             self._write()
         self._epochs.append(EpochEnded(**vars(speed), reserved_mib=self._reserved_mib()))
-        self._attempt(self._catch_up)
+        self._emit()
 
     def training_ended(self, tally: StepTally, exception: BaseException | None = None) -> None:
         """Told when no step is to follow, and what has ended them."""
@@ -196,8 +197,10 @@ class FitRecord:
         page = str(exception) if isinstance(exception, StepMemoryError) else ""
         report = report_of(self._trainer)
         plain = None if report is None else report.to_dict()
-        ended = RunEnded(status=status, report=plain, page=page, cards=told_by_cards(self._trainer))
-        self._attempt(lambda file: file.write(ended))
+        for one in () if plain is None else plain["techniques"].values():
+            for name in ("applied", "refused", "data"):  # are in events
+                one.pop(name, None)
+        self._emit(RunEnded(status=status, report=plain, page=page, cards=told_by_cards(self._trainer)))
         if self._writer is not None and self.folder is not None:
             leave_report(self._trainer, self._writer.path, is_asked_by_memory=bool(page))
             if report is not None:
@@ -229,7 +232,7 @@ class FitRecord:
         self._due = Deadline(EVERY_S)
         if self._steps > self._written:
             self._guarded(lambda: self._course.append(self._some()))
-            self._attempt(self._catch_up)
+            self._emit()
 
     def _some(self) -> StepMeasured:
         taken = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken()
@@ -258,27 +261,21 @@ class FitRecord:
         self._cycle_ms, self._wait_ms, self._losses, self._held_mib, self._capturing_ms = [], [], [], [], []
         return some
 
-    def _catch_up(self, file: RecordWriter) -> None:
-        """Writes what it has been told of that is not in the file."""
-        for some in self._course[self._in_file :]:
-            file.write(some)
-        self._in_file = len(self._course)
-        while self._epochs:
-            file.write(self._epochs.popleft())
+    def _emit(self, *events: Event) -> None:
+        """Writes what it has been told of that is not in the file, and these."""
+        if (folder := self.folder) is not None:
+            self._guarded(lambda: self._write_to(folder, *events))
 
-    def _file(self, folder: Path) -> RecordWriter:
+    def _write_to(self, folder: Path, *events: Event) -> None:
         if self._writer is None:
             name = f"{self._started:%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
             self._writer = RecordWriter(
                 folder / name, header_of(self._trainer, self._started, has_images=self.has_images)
             )
-            if self._settled_step is not None:
-                self._writer.write(TrialsSettled(step=self._settled_step))
-        return self._writer
-
-    def _attempt(self, write: Callable[[RecordWriter], object]) -> None:
-        if (folder := self.folder) is not None:
-            self._guarded(lambda: write(self._file(folder)))
+        decided = self._decisions.new(self._settled_step)
+        self._writer.write(*self._course[self._in_file :], *self._epochs, *decided, *events)
+        self._in_file = len(self._course)
+        self._epochs.clear()
 
     def _guarded(self, do: Callable[[], object]) -> None:
         try:

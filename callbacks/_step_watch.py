@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_accel.callbacks._allowance import Allowance
+from lightning_accel.callbacks._announcements import tuning_of
 from lightning_accel.callbacks._epoch_ends import is_last_of_epoch, reaches_max_steps
 from lightning_accel.callbacks._flops import FlopMeter, has_room_for_eager_step
 from lightning_accel.callbacks._phase_sampler import PhaseSampler
@@ -13,7 +14,6 @@ from lightning_accel.core.clocks import clock_for
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.op_profiler import AnatomyMode
 from lightning_accel.lightning.packages import Trainer
-from lightning_accel.tuning.tuning_result import Tuning
 
 _FIRST_COUNTED_STEP = 3
 _TAKEN_APART_AGAIN = 100  # steps, if live trials have settled by then, else so many later
@@ -23,8 +23,8 @@ _TAKING_APART_S = 0.03
 
 def has_settled(trainer: Trainer) -> bool:
     """Whether live trials are over, or there are none."""
-    tuning = getattr(trainer.precision_plugin, "tuning", None)
-    return not isinstance(tuning, Tuning) or tuning.is_settled
+    tuning = tuning_of(trainer)
+    return tuning is None or tuning.is_settled
 
 
 class StepWatch:

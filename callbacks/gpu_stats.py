@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_accel.callbacks._announcements import Announcements
 from lightning_accel.callbacks._batch_size import SampleCounter
 from lightning_accel.callbacks._epoch_ends import EpochEnds
-from lightning_accel.callbacks._meters import EnergyMeter
-from lightning_accel.callbacks._nvml import Card, NoCardError
+from lightning_accel.callbacks._nvml import Card, EnergyMeter, NoCardError
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.ranks import gather
 from lightning_accel.evidence.epoch_speed import PREFIX

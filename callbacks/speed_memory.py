@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_accel.callbacks._allowance import Rests
 from lightning_accel.callbacks._instruments import FitInstruments
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import record_folder
-from lightning_accel.callbacks._rests import Rests
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.record import FOLDER

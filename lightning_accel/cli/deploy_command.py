@@ -59,7 +59,8 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison. Returns the exit status."""
     from lightning_accel.deploy.comparing import compare_forms  # late: --help answers without torch
-    from lightning_accel.evidence.served import add_to_record
+    from lightning_accel.evidence.record import append
+    from lightning_accel.evidence.served import Served
 
     record = _record_of(arguments.run, arguments.checkpoint)
     model = checkpoints.load_model(arguments.checkpoint, arguments.model)
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     metrics = _metrics(arguments.metrics) if arguments.metrics else None
     found = compare_forms(model, arguments.forms, data, metrics, max_drop=arguments.max_drop, seconds=arguments.seconds)
     if record is not None:
-        add_to_record(record, arguments.checkpoint, found.to_dict())
+        append(record, Served.from_dict(str(arguments.checkpoint), found.to_dict()))
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:

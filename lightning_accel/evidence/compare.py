@@ -97,7 +97,7 @@ def compare_runs(a: Record, b: Record) -> RunComparison:
     _check(a, b)
     knows_samples = [know_samples(record.steps) for record in (a, b)]
     by_sample = all(knows_samples)
-    pieces = [late(record.steps, record.settled_step) for record in (a, b)]
+    pieces = [late(record.steps, record.held.step) for record in (a, b)]
     a_speed, b_speed = (per_second(some, a.header.world_size, by_sample=by_sample) for some in pieces)
     a_blocks, b_blocks = (_blocks_ms(some, by_sample=by_sample) for some in pieces)
     first, second = a.parts_ms(BEGINNING), b.parts_ms(BEGINNING)

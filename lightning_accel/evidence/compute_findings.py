@@ -52,7 +52,7 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     if anatomy is None or not seen.typical_ms:
         return
     work_ms, at_most_ms = _work_ms(anatomy, seen.peaks)
-    feeding_ms = _feeding_ms(seen, anatomy)
+    feeding_ms = _feeding_ms(seen)
     # One step's operations are set beside a typical step: in the mean there are the machine's pauses, too.
     # Loggers that are slow are a finding of their own.
     step_ms = seen.typical_ms * max(WORTH, 1 - seen.share(phase_names.LOGGING))
@@ -71,7 +71,7 @@ def tiny_batches(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
+def _feeding_ms(seen: Seen) -> float:
     """What of waiting for data and of transfer grows with the batch, in a typical step.
 
     Loading samples does. What a loader and Lightning do around it does not, but for the bytes that they move.
@@ -81,9 +81,9 @@ def _feeding_ms(seen: Seen, anatomy: Anatomy) -> float:
     waited_ms, transfer_ms = seen.parts_ms.get(phase_names.DATA, 0.0), seen.parts_ms.get(phase_names.TRANSFER, 0.0)
     samples_ms = min(waited_ms, seen.per_look(lambda some: some.samples_ms))
     grows_ms = waited_ms + transfer_ms
-    is_preprocessing = seen.share(phase_names.TRANSFER) > WORTH
-    if samples_ms and not is_preprocessing and seen.peaks is not None and anatomy.memory is not None:
-        moved = _TIMES_MOVED * anatomy.memory.parts.get(BATCH, 0)
+    is_preprocessing, memory = seen.share(phase_names.TRANSFER) > WORTH, seen.record.memory
+    if samples_ms and not is_preprocessing and seen.peaks is not None and memory is not None:
+        moved = _TIMES_MOVED * memory.parts.get(BATCH, 0)
         grows_ms = min(grows_ms, samples_ms + 1e3 * moved / (_OF_PEAKS * seen.peaks.bytes_per_sec))
     return grows_ms * seen.typical_ms / seen.step_ms
 

@@ -14,8 +14,11 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning_accel.core.measured import finite
+from lightning_accel.core.states import SiteChanged
 from lightning_accel.evidence.epoch_speed import EpochSpeed
-from lightning_accel.evidence.step_breakdown import Anatomy
+from lightning_accel.evidence.served import Served
+from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeaked
+from lightning_accel.tuning.comparison import Result
 
 FORMAT = 1
 MOST_PIECES = 32
@@ -101,10 +104,20 @@ class EpochEnded(EpochSpeed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialsSettled:
-    """Live trials have decided."""
+class TrialDecided(Result):
+    """What a live trial has come to, in this run or in an earlier one whose plan this one has begun with."""
 
-    step: int  # after which
+    setup_s: float | None = None  # seconds that it took before it could be had; None if nothing to speak of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanHeld:
+    """What all live trials together have come to by now."""
+
+    choices: dict[str, str] = field(default_factory=dict)  # what holds: arm → choice
+    whole: Result | None = None  # the latest comparison of all that holds with plain
+    is_settled: bool = False  # whether nothing more is to be decided
+    step: int | None = None  # after which they had settled in this run; None if they have not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +125,26 @@ class RunEnded:
     """How a run ended, and what the plugin did."""
 
     status: str  # `"finished"`, `"interrupted"`, or the error
-    report: Mapping[str, Any] | None = None  # as `Report.to_dict`; None without the plugin
+    # As `Report.to_dict`, without what stands in events of sites and trials; None without the plugin.
+    report: Mapping[str, Any] | None = None
     page: str = ""  # what a run that died for want of memory ended with
     cards: Mapping[str, float] = field(default_factory=dict)  # what NVML said of the cards over the run
 
 
-Event = RunStarted | StepMeasured | EpochEnded | Anatomy | TrialsSettled | RunEnded
+Decision = TrialDecided | SiteChanged | PlanHeld
+Event = RunStarted | StepMeasured | EpochEnded | Anatomy | MemoryPeaked | RunEnded | Served | Decision
 
 KINDS: dict[str, type[Event]] = {
     "run": RunStarted,
     "steps": StepMeasured,
+    "trial": TrialDecided,
+    "site": SiteChanged,
+    "plan": PlanHeld,
     "epoch": EpochEnded,
     "anatomy": Anatomy,
-    "settled": TrialsSettled,
+    "memory": MemoryPeaked,
     "end": RunEnded,
+    "served": Served,
 }
 
 
@@ -156,10 +175,13 @@ def _built(kind: Any, value: Any) -> Any:
         return kind(**{name: _built(types[name], one) for name, one in value.items() if name in types})  # type: ignore[operator]
     if origin in (Union, UnionType):
         return None if value is None else _built(of[0], value)
+    if origin is dict:
+        return {key: _built(of[1], one) for key, one in value.items()}
     if origin is list:
         return [_built(of[0], one) for one in value]
     if origin is tuple:
-        return tuple(_built(one, part) for one, part in zip(of, value, strict=True))
+        kinds = of[:1] * len(value) if of[-1] is ... else of
+        return tuple(_built(one, part) for one, part in zip(kinds, value, strict=True))
     if kind is int and not isinstance(value, int):
         raise ValueError(f"{value!r} is no whole number")
     return float(value) if kind is float else value

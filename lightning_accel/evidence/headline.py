@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
@@ -38,7 +37,7 @@ class RunOutcome:
     earlier: str  # the record of the earlier run
 
 
-def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Record]) -> str:
+def headline_of(record: Record, earlier: Sequence[Record]) -> str:
     """The run in a sentence."""
     if record.page:
         after = f" after {record.num_steps:,} steps" if record.steps else ""  # a run without a logger counts none
@@ -47,9 +46,9 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
         return f"Ended after {record.num_steps:,} steps: {record.status}"
     if record.header.settings is None:
         return f"A run of {record.num_steps:,} steps without AccelPlugin: nothing was tried"
-    if not tuning.get("whole"):
+    if record.held.whole is None:
         return f"A run of {record.num_steps:,} steps: nothing was measured against plain"
-    over_plain = _over_plain(tuning)
+    over_plain = _over_plain(record)
     if over_plain is None:
         return "As fast as plain: no option made its steps measurably faster"
     words = [f"{over_plain} over plain"]
@@ -64,10 +63,10 @@ def headline_of(record: Record, tuning: Mapping[str, Any], earlier: Sequence[Rec
     return ", ".join(words)
 
 
-def facts_of(record: Record, tuning: Mapping[str, Any], findings: Sequence[Finding]) -> dict[str, str]:
+def facts_of(record: Record, findings: Sequence[Finding]) -> dict[str, str]:
     """The first line of a page: which run, how fast beside plain, what that has saved, what to do next."""
-    header, over_plain = record.header, _over_plain(tuning)
-    speed = speed_of(record.steps, record.settled_step, header.world_size)
+    header, over_plain = record.header, _over_plain(record)
+    speed = speed_of(record.steps, record.held.step, header.world_size)
     facts = {
         "run": "/".join(record.path.parts[-4:-2]),
         "model": header.model.rpartition(".")[2],
@@ -82,7 +81,7 @@ def facts_of(record: Record, tuning: Mapping[str, Any], findings: Sequence[Findi
         facts["time saved"] = (
             duration(1e3 * saved_s) if saved_s > 0 else f"none yet: trials took {duration(-1e3 * saved_s)} more"
         )
-    elif tuning.get("whole"):
+    elif record.held.whole is not None:
         facts |= {"plain": "the same: it trains as plain", "time saved": "none"}
     else:
         facts["plain"] = "not measured"
@@ -91,11 +90,10 @@ def facts_of(record: Record, tuning: Mapping[str, Any], findings: Sequence[Findi
     return facts
 
 
-def _over_plain(tuning: Mapping[str, Any]) -> RatioInterval | None:
+def _over_plain(record: Record) -> RatioInterval | None:
     """How many times as fast as plain a run has come to be; None where that is not known, or it trains as plain."""
-    if not tuning.get("whole") or not tuning.get("choices"):
-        return None
-    return RatioInterval(*(float(tuning["whole"]["interval"][name]) for name in ("ratio", "low", "high")))
+    held = record.held
+    return held.whole.interval if held.whole is not None and held.choices else None
 
 
 def _line(text: str, number: int) -> str:
@@ -143,7 +141,7 @@ def gain_of(finding: Finding) -> str:
     return f"{what} would {' and '.join(filter(None, gains))}" if any(gains) else ""
 
 
-def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
+def settings_of(record: Record) -> dict[str, str]:
     """What was given, with what live trials have settled written out; empty where that cannot be told."""
     if record.header.settings is None:
         return dict(_PLAIN)
@@ -153,8 +151,8 @@ def settings_of(record: Record, tuning: Mapping[str, Any]) -> dict[str, str]:
         return {}
     techniques = {} if record.report is None else record.report["techniques"]
     resting = [name for name, one in techniques.items() if one.get("rests")]
-    choices = {**dict.fromkeys(resting, "off"), **(tuning.get("choices") or {})}
-    for arm, choice in choices.items() if tuning.get("is_settled") else ():
+    choices = {**dict.fromkeys(resting, "off"), **record.held.choices}
+    for arm, choice in choices.items() if record.held.is_settled else ():
         # An arm that is no technique here, or a choice that is no setting, is left out.
         with suppress(TypeError, ValueError):
             plan = plan.replace(**{arm: choice})

@@ -15,14 +15,14 @@ _LEAST_LEAK_MIB = 16.0
 
 
 def logits(seen: Seen) -> Iterator[Finding]:
-    anatomy, report = seen.record.anatomy, seen.record.report or {"techniques": {}}
-    if anatomy is None or anatomy.memory is None or report["techniques"].get("loss", {}).get("applied"):
+    memory = seen.record.memory
+    if memory is None or seen.record.reasons("loss", "ON"):
         return
-    size = anatomy.memory.parts.get(categories.LOGITS, 0)
-    if size > 0.2 * anatomy.memory.peak_bytes:
+    size = memory.parts.get(categories.LOGITS, 0)
+    if size > 0.2 * memory.peak_bytes:
         yield Finding(
             name="logits",
-            says=f"{size / anatomy.memory.peak_bytes:.0%} of a step's peak are logits and what their loss keeps",
+            says=f"{size / memory.peak_bytes:.0%} of a step's peak are logits and what their loss keeps",
             action="compute head and loss a few tokens at a time",
             python='AccelPlugin(techniques={"loss": "on"})',
             yaml='accel:\n  techniques: {loss: "on"}',

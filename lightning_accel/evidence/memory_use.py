@@ -49,7 +49,7 @@ class MemoryUse:
 
 
 def memory_use(record: Record) -> MemoryUse:
-    found = None if record.anatomy is None else record.anatomy.memory
+    found = record.memory
     parts = {} if found is None else {name: size for name, size in _largest(found.parts) if size > 0}
     modules = {} if found is None else dict(_largest(found.modules)[:_MOST])
     peak = round((record.peak_memory_mib or 0.0) * 2**20)

@@ -78,9 +78,8 @@ class Node:
         return 1e3 * max(high + low, self.moved_bytes / peaks.bytes_per_sec) / self.ms
 
 
-def tree_of(anatomy: Anatomy) -> Node:
-    """The model of a step that was taken apart."""
-    held: Mapping[str, int] = {} if anatomy.memory is None else anatomy.memory.modules
+def tree_of(anatomy: Anatomy, held: Mapping[str, int]) -> Node:
+    """The model of a step that was taken apart, with the bytes that each module ``held`` at the peak."""
     costs = {one.module: one for one in anatomy.modules if one.module != OPTIMIZER}
     root = Node(ROOT)
     nodes = {"": root}

@@ -29,7 +29,7 @@ from lightning_accel.evidence import step_breakdown
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.peak_tensors import LiveBlocks
 from lightning_accel.evidence.roofline import COPYING, ToDo
-from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy, ModuleCost
+from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy, MemoryPeaked, ModuleCost
 from lightning_accel.evidence.strides import odd_operand, strides_that_matter
 from lightning_accel.memory.meter import MeterBusyError, meter_for
 
@@ -128,7 +128,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         finally:
             meter.abort()
 
-    def taken(self, optimizers: Iterable[Optimizer]) -> Anatomy:
+    def taken(self, optimizers: Iterable[Optimizer]) -> tuple[Anatomy, MemoryPeaked]:
         """What was seen; it waits for the device.
 
         Raises:
@@ -157,11 +157,10 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         are_the_models = [cost.module != OPTIMIZER for _, _, cost, *_ in self._spans]
         memory = self._blocks.peak(gradients, _plain(_states(optimizers)), self._metered_bytes)
         costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
-        return Anatomy(
+        anatomy = Anatomy(
             modules=costs,
             copies=sorted(self._copies.values(), key=lambda one: one.ms, reverse=True)[:MOST],
             waits=dict(self._waits.most_common(MOST)),
-            memory=memory,
             operations=len(self._spans),
             operations_ms=sum(each_ms),
             work_ms=sum(max(0.0, ms - least_ms) for ms in itertools.compress(each_ms, are_the_models)),
@@ -169,6 +168,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
             alike=self._to_do.alike(each_ms, are_the_models),
             product_ms=sum(each_ms[place] for place in self._products),
         )
+        return anatomy, memory
 
     @override
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

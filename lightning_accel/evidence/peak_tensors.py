@@ -18,7 +18,7 @@ from lightning_accel.evidence.step_breakdown import (
     STATES,
     WITHIN,
     WORKSPACE,
-    MemoryPeak,
+    MemoryPeaked,
 )
 
 
@@ -77,7 +77,7 @@ class LiveBlocks:
 
     def peak(
         self, gradients: Iterable[Tensor], states: Iterable[Tensor], metered_bytes: int | None = None
-    ) -> MemoryPeak:
+    ) -> MemoryPeaked:
         """What the peak consisted of.
 
         ``metered_bytes``: the most that was allocated by the allocator's own account; None: not known.
@@ -101,7 +101,7 @@ class LiveBlocks:
                 modules[block.module] += sign * block.size
         if metered_bytes is not None and metered_bytes > most:
             parts[WITHIN], most = metered_bytes - most, metered_bytes
-        return MemoryPeak(
+        return MemoryPeaked(
             peak_bytes=most,
             parts={name: size for name, size in parts.items() if size},
             modules={name: size for name, size in modules.items() if size},

@@ -2,21 +2,21 @@
 
 A line is written whole, at most once a minute and at the end of an epoch, so that a process that is killed loses a
 minute of it. Each is one of :mod:`~lightning_accel.evidence.events`. A day of training is about one MiB; of thousands
-of epochs not every one is written. ``lightning-accel deploy`` adds ``"served"``.
+of epochs not every one is written. ``lightning-accel deploy`` adds the forms that it compared.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.evidence.events import EpochEnded, Event, RunStarted, StepMeasured, line_of
+from lightning_accel.core.states import SiteChanged, SiteState
+from lightning_accel.evidence.events import EpochEnded, Event, PlanHeld, RunStarted, StepMeasured, TrialDecided, line_of
 from lightning_accel.evidence.served import Served
-from lightning_accel.evidence.step_breakdown import Anatomy
+from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeaked
 
 FOLDER = "accel"
 """In the folder that a logger has for the run."""
@@ -37,16 +37,23 @@ class Record:
     epochs: list[dict[str, Any]] = field(default_factory=list)  # what was logged for each, by the names of `EpochSpeed`
     # How it ended: `"finished"`, `"interrupted"`, or the error; empty: nobody knows, as it was killed or still runs.
     status: str = ""
-    # What the plugin did, as `Report.to_dict`; None without it, and without an end.
-    report: Mapping[str, Any] | None = None
+    report: Mapping[str, Any] | None = None  # as of `RunEnded`; None without the plugin, and without an end
+    trials: dict[str, TrialDecided] = field(default_factory=dict)  # by name, the latest of each
+    sites: dict[tuple[str, str], SiteChanged] = field(default_factory=dict)  # by technique and site, the last of each
+    held: PlanHeld = field(default_factory=PlanHeld)  # what live trials had come to at last
     passed_over: list[Path] = field(default_factory=list)  # newer ones in the same folder, which have no steps
     page: str = ""  # what a run that died for want of memory ended with; else empty
     anatomy: Anatomy | None = None  # the step that was taken apart last; None: none was
-    settled_step: int | None = None  # at which live trials had settled; None: they had not, or there were none
+    memory: MemoryPeaked | None = None  # of the same step
     # What NVML said of the cards over the run: name → value; empty without GpuStats.
     cards: Mapping[str, float] = field(default_factory=dict)
     # The forms in which its model was measured for serving, the latest time; None: it was not.
     served: Served | None = None
+
+    def reasons(self, technique: str, state: SiteState) -> dict[str, str]:
+        """The sites of a technique in this state, each with its reason."""
+        changes = [one for (name, _), one in self.sites.items() if name == technique]
+        return {one.site: one.reason for one in changes if one.after == state}
 
     @property
     def num_steps(self) -> int:
@@ -89,6 +96,16 @@ def mean_parts_ms(steps: Sequence[StepMeasured]) -> dict[str, float]:
     return {part: ms / looked_at for part, ms in total.items()}
 
 
+def append(path: Path, *events: Event) -> None:
+    """Adds events to a record, in one write.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with path.open("a", encoding="utf-8") as file:  # each time: nothing stays open in a process that forks
+        file.write("".join(f"{line_of(event)}\n" for event in events))
+
+
 class RecordWriter:
     """Writes a record, line by line, into a new file, whose folder is made.
 
@@ -103,13 +120,11 @@ class RecordWriter:
         path.touch(exist_ok=False)
         self.write(header)
 
-    def write(self, event: Event) -> None:
-        """Adds an event; of epochs ever fewer are written in a run of thousands."""
-        if isinstance(event, EpochEnded):
-            number, self._epochs = self._epochs, self._epochs + 1
-            stride = 1 << max(0, math.floor(math.log2(number / _ALL_EPOCHS)) + 1) if number >= _ALL_EPOCHS else 1
-            if number % stride:
-                return
-        # Opened anew for each line: nothing stays open in a process that forks, and a line is one write.
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line_of(event) + "\n")
+    def write(self, *events: Event) -> None:
+        """Adds events; of epochs ever fewer are written in a run of thousands."""
+        append(self.path, *(event for event in events if not isinstance(event, EpochEnded) or self._is_kept()))
+
+    def _is_kept(self) -> bool:
+        """Whether the next epoch is."""
+        number, self._epochs = self._epochs, self._epochs + 1
+        return number % (1 << (number // _ALL_EPOCHS).bit_length()) == 0

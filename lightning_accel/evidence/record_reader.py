@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.evidence.events import FORMAT, RunEnded, StepMeasured, event_of, piece_length
+from lightning_accel.evidence.events import FORMAT, PlanHeld, RunEnded, StepMeasured, event_of, piece_length
 from lightning_accel.evidence.record import FOLDER, RECORD_VARIABLE, Record
-from lightning_accel.evidence.served import KIND, Served
 
 
 class RecordError(ValueError):
@@ -69,12 +68,12 @@ def _read(path: Path) -> Record:
     try:
         for line in (first, *lines):
             kind = str(line.get("kind"))
-            if kind == KIND:
-                found[kind].append(Served.from_dict(str(line["checkpoint"]), line))
-            elif (event := event_of(line)) is not None:
+            if (event := event_of(line)) is not None:
                 # Epochs are of any version: what is known of one is looked up by its name.
                 found[kind].append(line if kind == "epoch" else event)
         steps = [_checked(some) for some in found["steps"]]
+        trials = {one.name: one for one in found["trial"]}
+        sites = {(one.technique, one.site): one for one in found["site"]}
     except RecordError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -89,9 +88,12 @@ def _read(path: Path) -> Record:
         report=ended.report,
         page=str(ended.page),
         anatomy=next(reversed(found["anatomy"]), None),
-        settled_step=next((one.step for one in reversed(found["settled"])), None),
+        memory=next(reversed(found["memory"]), None),
+        trials=trials,
+        sites=sites,
+        held=next(reversed(found["plan"]), PlanHeld()),
         cards=ended.cards,
-        served=next(reversed(found[KIND]), None),
+        served=next(reversed(found["served"]), None),
     )
 
 

@@ -31,7 +31,7 @@ from lightning_accel.evidence.run_history import Curve, curves_of, epochs_of, nu
 from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.speed import BEGINNING, speed_of
 from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy
-from lightning_accel.evidence.technique_summary import TrialSummary, Tried, trials_of, tried_of
+from lightning_accel.evidence.technique_summary import TrialSummary, Tried, summary_of, tried_of
 
 FORMAT = 1
 _MOST_LINES = 20  # of copies and of waits
@@ -105,26 +105,25 @@ def _page_of(record: Record, earlier: Sequence[Record], peaks: Peaks | None) -> 
     known = [part for part in phase_names.ORDER if part in measured]
     parts_ms = {part: measured[part] for part in [*known, *(part for part in measured if part not in known)]}
     techniques = {} if record.report is None else dict(record.report["techniques"])
-    tuning = techniques.get("tuning", {}).get("data", {})
     findings = diagnose(record, peaks)
     return Page(
-        headline=headline_of(record, tuning, earlier),
-        facts=facts_of(record, tuning, findings),
+        headline=headline_of(record, earlier),
+        facts=facts_of(record, findings),
         verdict=verdict_of(record, parts_ms, findings),
-        speed=str(speed_of(record.steps, record.settled_step, record.header.world_size) or ""),
-        settings=settings_of(record, tuning),
+        speed=str(speed_of(record.steps, record.held.step, record.header.world_size) or ""),
+        settings=settings_of(record),
         findings=findings,
         outcomes=list(outcomes_of(record, findings, earlier, peaks)),
         step_ms=sum(parts_ms.values()),
         looked_at=sum(some.looked_at for some in record.steps),
         parts_ms=parts_ms,
         rule=phase_names.RULE,
-        modules=None if anatomy is None else tree_of(anatomy),
+        modules=None if anatomy is None else tree_of(anatomy, {} if record.memory is None else record.memory.modules),
         operations=0 if anatomy is None else anatomy.operations,
-        modules_note="" if anatomy is None else _modules_note(anatomy, record.settled_step, parts_ms),
-        trials=trials_of(tuning),
-        settled_step=record.settled_step,
-        techniques=[tried_of(name, one, tuning) for name, one in techniques.items()],
+        modules_note="" if anatomy is None else _modules_note(anatomy, record.held.step, parts_ms),
+        trials=[summary_of(one) for one in record.trials.values()],
+        settled_step=record.held.step,
+        techniques=[tried_of(name, one, record) for name, one in techniques.items()],
         memory=memory_use(record),
         peaks=peaks,
         layouts=[] if anatomy is None else anatomy.copies[:_MOST_LINES],

@@ -95,7 +95,7 @@ def bench(a: Sequence[Record], b: Sequence[Record]) -> RunGroups:
     by_sample = know_samples(steps for one in (*a, *b) for steps in one.steps)
 
     def rate_of(one: Record) -> float:
-        return per_second(late(one.steps, one.settled_step), one.header.world_size, by_sample=by_sample).per_second
+        return per_second(late(one.steps, one.held.step), one.header.world_size, by_sample=by_sample).per_second
 
     each_a, each_b = (list(map(rate_of, some)) for some in (a, b))
     peaks = [pair.memory_mib for pair in pairs if pair.memory_mib]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-KIND = "served"
-"""Of the record's line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +39,7 @@ class Served:
 
     @classmethod
     def from_dict(cls, checkpoint: str, found: Mapping[str, Any]) -> Served:
-        """Of a comparison as ``Comparison.to_dict`` gives it, and as it stands in a record."""
+        """Of a comparison as ``Comparison.to_dict`` gives it."""
         return cls(
             checkpoint=checkpoint,
             forms=[_form(name, one, name in found["worse"]) for name, one in found["forms"].items()],
@@ -71,17 +66,6 @@ class Served:
         """By how much a form is worse than the original, in the metric or by its error; infinite: it is no number."""
         found = form.drops.get(self.metric) if self.metric else form.error
         return float("inf") if found is None else found
-
-
-def add_to_record(record: Path, checkpoint: Path, comparison: Mapping[str, Any]) -> None:
-    """Adds a comparison to the record of a run, where its report shows the latest one.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    line = {"kind": KIND, "checkpoint": str(checkpoint), **comparison}
-    with record.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def _form(name: str, one: Mapping[str, Any], is_worse: bool) -> ServedForm:

@@ -18,10 +18,11 @@ STEPPING = "workspace of the optimizer"
 WITHIN = "workspace that operations take and give back"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryPeak:
+@dataclass(kw_only=True)
+class MemoryPeaked:
     """What was alive at the moment of a step at which most was."""
 
+    step: int = 0  # its number, as of `StepMeasured`
     # All of it: tensors' storages, each counted once; and, where the allocator was metered, what operations take and
     # give back within themselves. What allocators hold beside is not among it.
     peak_bytes: int
@@ -75,7 +76,6 @@ class Anatomy:
     copies: list[LayoutCopy] = field(default_factory=list)  # of layouts, the most time first
     # The user's line → how often in this step the host had to know a result of the device.
     waits: dict[str, int] = field(default_factory=dict)
-    memory: MemoryPeak | None = None  # at the peak
     operations: int = 0  # how many there were
     operations_ms: float = 0.0  # what they took, without what lies between them
     # The same without what the least of them take, which is what it costs to have one at all, and without the

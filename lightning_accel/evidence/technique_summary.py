@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
 from lightning_accel.core.measured import Measurement
+from lightning_accel.evidence.events import TrialDecided
+from lightning_accel.evidence.record import Record
 
 CameOfIt = Literal["kept", "undone", "refused", "not asked"]
 
@@ -71,14 +73,10 @@ class Tried:
     error_spreads: float | None = None  # that error, as a multiple of the spread; 0: the same numbers, to the bit
 
 
-def trials_of(tuning: Mapping[str, Any]) -> list[TrialSummary]:
-    """All live trials of a run, by what they have come to, as its report has it."""
-    return [_trial(one, tuning) for one in _results(tuning)]
-
-
-def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tried:
-    """What a technique did, by its name in the settings, the report's record of it, and the live trials."""
-    sites = {**one["applied"], **one["refused"]}
+def tried_of(name: str, one: Mapping[str, Any], record: Record) -> Tried:
+    """What a technique did, by its name in the settings, the report's record of it, and what the run has recorded."""
+    applied, refused = record.reasons(name, "ON"), record.reasons(name, "OFF")
+    sites = {**applied, **refused}
     state = one.get("measured")
     measured = None if state is None else Measurement.from_dict(state)
     tried = Tried(
@@ -86,32 +84,31 @@ def tried_of(name: str, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> Tr
         is_on=bool(one["on"]),
         is_off=one.get("state") == "off",
         status=str(one["status"]),
-        changed=_counted(one["applied"]),
-        left_alone=_counted(one["refused"]),
+        changed=_counted(applied),
+        left_alone=_counted(refused),
         details=str(one.get("details", "")),
         sites={site: str(what) for site, what in islice(sites.items(), _MOST_SITES)},
         num_sites=len(sites),
-        trial=_trial_by_itself(name, tuning),
+        trial=_trial_by_itself(name, record),
         measured=measured,
         error_spreads=None if measured is None else measured.error_spreads,
     )
     if name == TUNING:
         return tried
-    came_of_it, why = _came_of(tried, one, tuning)
+    came_of_it, why = _came_of(tried, one, record)
     return replace(tried, came_of_it=came_of_it, why=why)
 
 
-def _came_of(tried: Tried, one: Mapping[str, Any], tuning: Mapping[str, Any]) -> tuple[CameOfIt, str]:
-    held = tuning.get("choices") or {}
+def _came_of(tried: Tried, one: Mapping[str, Any], record: Record) -> tuple[CameOfIt, str]:
     if tried.trial is not None and tried.trial.verdict == _REFUSED:
         return "refused", _most_said(tried.left_alone) or tried.trial.verdict
-    is_tuned = any(tried.name in _arms_of(result) for result in _results(tuning))
-    if tried.name in held:
+    is_tuned = any(tried.name in _arms_of(result) for result in record.trials.values())
+    if tried.name in record.held.choices:
         return "kept", tried.status if tried.trial is None else _verdict_on(tried.trial)
     if tried.is_on and not is_tuned and not one.get("waits_for_trials"):
         return "kept", tried.status
     if is_tuned:
-        return "undone", _why_undone(tried, tuning)
+        return "undone", _why_undone(tried, record)
     if one.get("waits_for_trials"):
         return "not asked", tried.status
     why = tried.status if one.get("rests") else _most_said(tried.left_alone) or tried.status
@@ -120,9 +117,9 @@ def _came_of(tried: Tried, one: Mapping[str, Any], tuning: Mapping[str, Any]) ->
     return ("not asked", "off") if tried.is_off else ("refused", why)
 
 
-def _why_undone(tried: Tried, tuning: Mapping[str, Any]) -> str:
+def _why_undone(tried: Tried, record: Record) -> str:
     if tried.trial is None:
-        verdicts = [str(result["verdict"]) for result in _results(tuning) if tried.name in _arms_of(result)]
+        verdicts = [str(result.verdict) for result in record.trials.values() if tried.name in _arms_of(result)]
         return f"together with others: {verdicts[-1]}; not asked by itself"
     if tried.trial.verdict == "faster":
         return "faster by itself; what held with it was then not faster than plain for sure"
@@ -134,38 +131,31 @@ def _verdict_on(trial: TrialSummary) -> str:
     return f"{trial.name}: {trial.verdict}" if "=" in trial.name else trial.verdict
 
 
-def _trial_by_itself(name: str, tuning: Mapping[str, Any]) -> TrialSummary | None:
+def _trial_by_itself(name: str, record: Record) -> TrialSummary | None:
     """The latest in which nothing but this arm made the difference, rather with it than with a choice of it."""
     found = None
-    for result in _results(tuning):
-        original, candidate = (set(result.get(side) or ()) for side in ("original", "candidate"))
-        if not (original or candidate):  # of a record from before they were told
-            found = _trial(result, tuning) if result["name"] == name else found
-        elif original ^ candidate == {name}:
-            trial = _trial(result, tuning)
-            found = trial if name in candidate else trial.turned_round()
+    for result in record.trials.values():
+        if result.original.keys() ^ result.candidate.keys() == {name}:
+            trial = summary_of(result)
+            found = trial if name in result.candidate else trial.turned_round()
     return found
 
 
-def _arms_of(result: Mapping[str, Any]) -> set[str]:
-    return {*(result.get("original") or ()), *(result.get("candidate") or ()), str(result["name"])}
+def _arms_of(result: TrialDecided) -> set[str]:
+    return {*result.original, *result.candidate, result.name}
 
 
-def _results(tuning: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield from (tuning.get("results") or {}).values()
-
-
-def _trial(result: Mapping[str, Any], tuning: Mapping[str, Any]) -> TrialSummary:
-    ratio, low, high = (float(result["interval"][name]) for name in ("ratio", "low", "high"))
-    peaks = [int(peak) for peak in result.get("peak_bytes") or ()]
+def summary_of(trial: TrialDecided) -> TrialSummary:
+    """What a live trial has come to, as a page shows it."""
+    interval, peaks = trial.interval, trial.peak_bytes
     return TrialSummary(
-        name=str(result["name"]),
-        verdict=str(result["verdict"]),
-        ratio=ratio,
-        low=low,
-        high=high if math.isfinite(high) else None,
-        steps=int(result["turns"]),
-        setup_s=(tuning.get("setup_s") or {}).get(result["name"]),
+        name=str(trial.name),
+        verdict=str(trial.verdict),
+        ratio=interval.ratio,
+        low=interval.low,
+        high=interval.high if math.isfinite(interval.high) else None,
+        steps=trial.turns,
+        setup_s=trial.setup_s,
         peak_bytes_without=peaks[0] if len(peaks) == 2 else None,
         peak_bytes_with=peaks[1] if len(peaks) == 2 else None,
     )

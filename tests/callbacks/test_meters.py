@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_accel.callbacks._meters import EnergyMeter
-from lightning_accel.callbacks._nvml import Card
+from lightning_accel.callbacks._nvml import Card, EnergyMeter
 from support.simulated_nvml import SimulatedCard, SimulatedNvml
 
 

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.measured import Measurement
+from lightning_accel.core.states import SiteChanged
+from lightning_accel.evidence.events import KINDS, line_of
 from lightning_accel.evidence.record_reader import RecordError, read_earlier, read_record
 from lightning_accel.evidence.render import to_json, to_markdown
 from lightning_accel.evidence.report_model import page_of
+from lightning_accel.evidence.served import Served, ServedForm
 from lightning_accel.settings import Plan
-from support.reported_runs import Nested, make_trainer, report_of, tuned, vectors
+from support.reported_runs import Nested, make_trainer, tuned, vectors
 from support.technique_table import off
 
 Lines = list[dict[str, Any]]
@@ -30,9 +34,14 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
         patch.setenv("LIGHTNING_ACCEL_CACHE", str(folder / "remembered"))
         make_trainer(folder, AccelPlugin.from_plan(Plan().replace(**off()))).fit(Nested(), vectors())
     found = [json.loads(line) for line in read_record(folder).path.read_text().splitlines()]
-    found[-1]["report"]["techniques"] |= report_of(tuning=tuned(1.5, 1.4, 1.6, {"compile": "on"}))["techniques"]
-    found.insert(2, {"kind": "settled", "step": 5})
-    assert {line["kind"] for line in found} == {"run", "steps", "epoch", "anatomy", "settled", "end"}
+    tuning = tuned(1.5, 1.4, 1.6, {"compile": "on"}, 5)
+    site = SiteChanged("compile", "", None, "ON", "x", Measurement(error=1.0))
+    form = {"name": "eager", "p50_ms": 1.0, "p95_ms": 1.0, "p99_ms": 1.0, "speedup": 1.0, "low": 1.0, "high": None}
+    forms = [ServedForm(**form, disk_bytes=1, error=None, scores={"accuracy": 1.0}, drops={}, is_worse=False)]
+    served = Served(checkpoint="x", forms=forms, left_out={"y": "z"}, max_drop=0.1, recommended="eager", why="alone")
+    told = (*tuning["trials"].values(), tuning["held"], site, served)
+    found[2:2] = [json.loads(line_of(event)) for event in told]
+    assert {line["kind"] for line in found} == KINDS.keys()
     return found
 
 
@@ -77,14 +86,14 @@ def reported(path: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["run", "steps", "epoch", "anatomy", "settled", "end"])
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_a_value_of_another_kind_is_damage_or_does_not_matter(lines: Lines, kind: str, tmp_path: Path) -> None:
     (number,) = [place for place, line in enumerate(lines) if line["kind"] == kind][:1]
     for place, path in enumerate(places(lines[number])):
         reported(write(tmp_path, with_wrong(lines, (number, *path), WRONG[place % len(WRONG)])))
 
 
-@pytest.mark.parametrize("kind", ["steps", "epoch", "anatomy", "settled", "end"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "run"])
 def test_a_run_without_such_lines_has_a_report(lines: Lines, kind: str, tmp_path: Path) -> None:
     assert reported(write(tmp_path, [line for line in lines if line["kind"] != kind]))
 

@@ -26,6 +26,7 @@ from lightning_accel.evidence.step_breakdown import (
     STATES,
     WITHIN,
     Anatomy,
+    MemoryPeaked,
 )
 from lightning_accel.memory.meter import meter_for
 
@@ -76,7 +77,7 @@ class Training:
         self.optimizer.step()
         self.is_stepping = False
 
-    def taken_apart(self, *, meters: bool = False) -> Anatomy:
+    def taken_apart(self, *, meters: bool = False) -> tuple[Anatomy, MemoryPeaked]:
         mode = AnatomyMode(self.net, HostClock(), lambda: self.is_stepping, meters=meters)
         mode.begin(self.batch, [self.optimizer])
         with mode:
@@ -88,7 +89,7 @@ def test_flops_of_modules_add_up_to_those_of_the_step() -> None:
     training = Training(Net())
     with FlopMode() as whole:
         training.step()
-    found = training.taken_apart()
+    found, _ = training.taken_apart()
     assert sum(one.flops for one in found.modules) == whole.flops > 0
     flops = {one.module: one.flops for one in found.modules}
     # Forward, and both gradients; of the first layer of all the input needs none.
@@ -97,7 +98,7 @@ def test_flops_of_modules_add_up_to_those_of_the_step() -> None:
 
 
 def test_every_module_has_its_own_operations_forward_and_backward() -> None:
-    costs = {one.module: one for one in Training(Net()).taken_apart().modules}
+    costs = {one.module: one for one in Training(Net()).taken_apart()[0].modules}
     layers = {f"blocks.{block}.{part}" for block in range(2) for part in ("up", "act", "down")}
     assert costs.keys() == {*layers, "blocks.0", "blocks.1", "head", "", OPTIMIZER}
     assert costs["blocks.0.act"].kind == "GELU"
@@ -110,14 +111,13 @@ def test_a_checkpointed_block_is_told_too() -> None:
             x = checkpoint(block, x, use_reentrant=False)
         return net.head(x)
 
-    costs = {one.module: one for one in Training(Net(forward)).taken_apart().modules}
+    costs = {one.module: one for one in Training(Net(forward)).taken_apart()[0].modules}
     assert costs["blocks.1.up"].flops == 3 * 2 * ROWS * DIM * WIDE  # what is repeated is no more of the model's
 
 
 def test_memory_at_the_peak_is_what_the_allocator_says() -> None:
     training = Training(Net())
-    found = training.taken_apart().memory
-    assert found is not None
+    _, found = training.taken_apart()
     states = [tensor for state in training.optimizer.state.values() for tensor in state.values()]
     held = [*training.net.parameters(), *states, training.batch]
     training.optimizer.zero_grad()  # which a step does first of all
@@ -133,9 +133,7 @@ def test_with_the_allocator_metered_it_is_its_own_peak(net: Callable[[], nn.Modu
         return (y[0] if isinstance(y, tuple) else y).square().mean()
 
     training = Training(net(), loss)
-    metered, alone = (training.taken_apart(meters=meters).memory for meters in (True, False))
-    assert metered is not None
-    assert alone is not None
+    metered, alone = (training.taken_apart(meters=meters)[1] for meters in (True, False))
     assert metered.peak_bytes == alone.peak_bytes + metered.parts.get(WITHIN, 0)
     assert sum(metered.parts.values()) == metered.peak_bytes
 
@@ -143,15 +141,13 @@ def test_with_the_allocator_metered_it_is_its_own_peak(net: Callable[[], nn.Modu
 def test_beside_another_profiler_the_allocator_is_not_metered() -> None:
     training = Training(Net())
     with torch.profiler.profile():
-        found = training.taken_apart(meters=True).memory
-    assert found is not None
+        _, found = training.taken_apart(meters=True)
     assert WITHIN not in found.parts
 
 
 def test_categories_add_up_to_the_peak_and_are_what_they_are_called() -> None:
     training = Training(Net())
-    memory = training.taken_apart().memory
-    assert memory is not None
+    _, memory = training.taken_apart()
     assert sum(memory.parts.values()) == memory.peak_bytes
     parameters = sum(4 * p.numel() for p in training.net.parameters())
     steps = 4 * len(list(training.net.parameters()))  # AdamW counts its own, for each
@@ -165,17 +161,15 @@ def test_categories_add_up_to_the_peak_and_are_what_they_are_called() -> None:
 def test_logits_are_told_from_other_activations() -> None:
     classes = 4096
     training = Training(nn.Linear(DIM, classes), lambda y: F.cross_entropy(y, torch.zeros(ROWS, dtype=torch.long)))
-    memory = training.taken_apart().memory
-    assert memory is not None
+    _, memory = training.taken_apart()
     assert memory.parts[LOGITS] >= 2 * 4 * ROWS * classes  # and their log-softmax
 
 
 def test_copies_of_parameters_that_autocast_makes_are_told() -> None:
     training = Training(Net())
     with torch.autocast("cpu", torch.bfloat16):
-        found = training.taken_apart()
-    assert found.memory is not None
-    assert found.memory.parts[COPIES] >= 2 * 2 * DIM * WIDE
+        found, memory = training.taken_apart()
+    assert memory.parts[COPIES] >= 2 * 2 * DIM * WIDE
     low = {one.module: one.low_precision_flops for one in found.modules}
     assert low["blocks.1.up"] == 3 * 2 * ROWS * DIM * WIDE
 
@@ -187,7 +181,7 @@ def test_a_copy_that_mends_strides_is_told_with_both_lines() -> None:
 
     training = Training(Net(forward))
     training.batch = torch.randn(4 * ROWS, DIM)
-    copy, *others = training.taken_apart().copies
+    copy, *others = training.taken_apart()[0].copies
     assert copy.made_by.startswith("t at ")
     assert "test_op_profiler.py" in copy.made_by
     assert "test_op_profiler.py" in copy.line
@@ -201,7 +195,7 @@ def test_lines_that_ask_for_numbers_are_told() -> None:
         result.item()
         return result
 
-    waits = Training(Net(), loss).taken_apart().waits
+    waits = Training(Net(), loss).taken_apart()[0].waits
     ((line, count),) = waits.items()
     assert count == 1
     assert line.endswith("in loss")
@@ -259,7 +253,6 @@ def test_on_a_gpu_the_peak_is_the_allocators_and_every_operation_is_timed() -> N
     mode.begin(training.batch, [training.optimizer])
     with mode:
         training.step()
-    found = mode.taken([training.optimizer])
-    assert found.memory is not None
-    assert found.memory.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(device) - outside, rel=0.1)
+    found, memory = mode.taken([training.optimizer])
+    assert memory.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(device) - outside, rel=0.1)
     assert all(one.forward_ms + one.backward_ms > 0 for one in found.modules)

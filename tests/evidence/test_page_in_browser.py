@@ -15,7 +15,7 @@ from evidence.test_report_model import huge
 from lightning_accel.evidence.render import write
 from lightning_accel.evidence.report_model import Page, page_of
 from support.browser import a_browser
-from support.reported_runs import PEAKS, record_of, report_of
+from support.reported_runs import PEAKS, record_of, told
 
 pytestmark = pytest.mark.browser
 
@@ -30,7 +30,7 @@ def pages() -> dict[str, Page]:
         "full": replace(full, findings=[*findings, *findings]),
         "out of memory": page_of(record_of(page="CUDA out of memory.\n\nStep 3 did not fit\n\nWho asked:\n  head")),
         "huge": page_of(huge(), peaks=PEAKS),
-        "plain": page_of(record_of(report=report_of(compile={}), epochs=[]), peaks=PEAKS),
+        "plain": page_of(record_of(**told(compile={}), epochs=[]), peaks=PEAKS),
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_accel.evidence.diagnosis import diagnose
 from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
-from lightning_accel.evidence.step_breakdown import BATCH, LOGITS, LayoutCopy, MemoryPeak, OperationsAlike
+from lightning_accel.evidence.step_breakdown import BATCH, LOGITS, LayoutCopy, MemoryPeaked, OperationsAlike
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, found, names, record
 
 
@@ -116,11 +116,12 @@ def test_operations_that_have_next_to_nothing_to_do_take_as_long_in_a_larger_bat
 def test_in_a_larger_batch_samples_take_longer_to_load_and_the_loader_around_them_does_not(
     loader_ms: float, grows_ms: float
 ) -> None:
-    memory = MemoryPeak(peak_bytes=1000, parts={BATCH: 0}, modules={})
+    memory = MemoryPeaked(peak_bytes=1000, parts={BATCH: 0}, modules={})
     run = record(
         {DATA: loader_ms, FORWARD: 10.0 - loader_ms},
         samples_ms=1.0,
-        anatomy=anatomy(memory=memory, modules=[], work_ms=0.0),
+        anatomy=anatomy(modules=[], work_ms=0.0),
+        memory=memory,
     )
     assert found(run, "tiny batches").speedup == pytest.approx(8 / (1 + 7 * grows_ms / 10))
 
@@ -148,8 +149,8 @@ def test_of_copies_of_one_tensor_one_is_left() -> None:
 
 
 def test_losses_in_pieces_leave_some_of_the_logits() -> None:
-    memory = MemoryPeak(peak_bytes=1000, parts={LOGITS: 600}, modules={})
-    assert found(record(anatomy=anatomy(memory=memory)), "logits").freed_bytes == 510
+    memory = MemoryPeaked(peak_bytes=1000, parts={LOGITS: 600}, modules={})
+    assert found(record(memory=memory), "logits").freed_bytes == 510
 
 
 def test_a_leak_fills_what_there_is() -> None:

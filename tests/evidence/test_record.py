@@ -381,12 +381,13 @@ def test_it_says_where_code_comes_from_that_is_not_installed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("steps", "watched"), [(8, 3), (120, 101)], ids=["a short run", "a longer one"])
 def test_one_step_is_taken_apart(tmp_path: Path, steps: int, watched: int) -> None:
-    anatomy = recorded(tmp_path, data=loader(steps)).anatomy
+    record = recorded(tmp_path, data=loader(steps))
+    anatomy, memory = record.anatomy, record.memory
     assert anatomy is not None
-    assert anatomy.step == watched
+    assert memory is not None
+    assert anatomy.step == memory.step == watched
     assert {"layer", ""} <= {one.module for one in anatomy.modules}
-    assert anatomy.memory is not None
-    assert anatomy.memory.peak_bytes == sum(anatomy.memory.parts.values()) > 0
+    assert memory.peak_bytes == sum(memory.parts.values()) > 0
 
 
 def test_memory_that_is_held_is_followed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.render import FORMS, form_of, to_html, to_json, to_markdown, write
 from lightning_accel.evidence.report_model import Page, page_of
 from report_schema import SCHEMA, schema
-from support.reported_runs import MIB, ODD, PEAKS, record_of, report_of, steps, tuned, with_header
+from support.reported_runs import MIB, ODD, PEAKS, record_of, steps, told, tuned, with_header
 
 _EMPTY = {"meta", "link", "br", "use", "path", "img", "hr", "input"}
 
@@ -72,17 +72,18 @@ def columns(row: str) -> int:
 
 def everything(name: str = ODD) -> Record:
     """A record with something for each part of a page, and a text in every place that a user has a say in."""
-    record = record_of(settled_step=20, cards={"power_w_mean": 200.0})
+    record = record_of(cards={"power_w_mean": 200.0})
     assert record.anatomy is not None
-    assert record.anatomy.memory is not None
+    assert record.memory is not None
     copy = replace(record.anatomy.copies[0], line=name, made_by=name)
     modules = [replace(one, module=one.module and f"a.{name}", kind=name) for one in record.anatomy.modules]
-    memory = replace(record.anatomy.memory, modules={name: 9 * MIB})
-    anatomy = replace(record.anatomy, modules=modules[:2], copies=[copy], waits={name: 2}, memory=memory)
+    memory = replace(record.memory, modules={name: 9 * MIB})
+    anatomy = replace(record.anatomy, modules=modules[:2], copies=[copy], waits={name: 2})
     technique = {"status": name, "applied": {name: name, "b": name}, "refused": {f"{name}2": name}, "details": name}
-    report = report_of(tuning=tuned(1.5, 1.4, "inf", {"precision": "bf16-mixed"}), compile=technique)
+    known = told(compile=technique) | tuned(1.5, 1.4, "inf", {"precision": "bf16-mixed"}, 20)
+    known["report"]["notes"] = [name]
     return with_header(
-        replace(record, anatomy=anatomy, report={**report, "notes": [name]}, passed_over=[Path(name)]),
+        replace(record, anatomy=anatomy, memory=memory, passed_over=[Path(name)], **known),
         settings={"precision": "auto", "report": "report.html"},
         command=["train.py", name],
         model=name,
@@ -128,7 +129,9 @@ def test_the_schema_is_that_of_a_page() -> None:
     assert json.loads(SCHEMA.read_text(encoding="utf-8")) == found, "write it anew: python tests/report_schema.py"
 
 
-@pytest.mark.parametrize("record", [record_of(), everything(), record_of(anatomy=None, steps=[], epochs=[])])
+@pytest.mark.parametrize(
+    "record", [record_of(), everything(), record_of(anatomy=None, memory=None, steps=[], epochs=[])]
+)
 def test_json_is_a_page_by_that_schema(record: Record) -> None:
     page = page_of(record, peaks=PEAKS)
     assert asdict(TypeAdapter(Page).validate_json(to_json(page), strict=True)) == asdict(page)
@@ -178,9 +181,9 @@ def test_a_huge_model_and_a_long_run_fit_in_two_megabytes(form: str) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        record_of(steps=[], epochs=[], anatomy=None, status=""),
+        record_of(steps=[], epochs=[], anatomy=None, memory=None, status=""),
         record_of(epochs=[]),
-        record_of(anatomy=None),
+        record_of(anatomy=None, memory=None),
         record_of(page="out of memory\n\nstep 3 `did` not fit\n```"),
         record_of(steps=[steps(1, 10.0, losses=[(1, float("nan"))])]),
         tuned_record(1.0, 0.9, "inf", {}),

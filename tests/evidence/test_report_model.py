@@ -12,7 +12,7 @@ import pytest
 from lightning_accel.evidence.module_tree import MOST
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.report_model import Page, page_of
-from support.reported_runs import MIB, PEAKS, make_trainer, record_of, report_of, steps, tuned, vectors, with_header
+from support.reported_runs import MIB, PEAKS, make_trainer, record_of, steps, told, tuned, vectors, with_header
 from support.reported_runs import Nested as Model
 
 WITH_PLUGIN = {"precision": "auto"}
@@ -20,7 +20,7 @@ WITH_PLUGIN = {"precision": "auto"}
 
 def tuned_record(*result: Any, **changes: Any) -> Record:
     """Of a run whose live trials have come to something."""
-    return with_header(record_of(report=report_of(tuning=tuned(*result)), **changes), settings=WITH_PLUGIN)
+    return with_header(record_of(**told(), **tuned(*result), **changes), settings=WITH_PLUGIN)
 
 
 # -- the run in a sentence -----------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_the_headline_says_what_became_of_the_run(record: Record, headline: str)
 
 
 def test_what_trials_have_settled_is_in_the_settings_to_copy() -> None:
-    page = page_of(tuned_record(1.5, 1.4, 1.6, {"precision": "bf16-mixed"}, settled_step=20))
+    page = page_of(tuned_record(1.5, 1.4, 1.6, {"precision": "bf16-mixed"}, 20))
     assert page.settings == {
         "python": "Trainer(plugins=[AccelPlugin(precision='bf16-mixed')])",
         "yaml": "accel:\n  precision: bf16-mixed",
@@ -85,18 +85,18 @@ def test_what_trials_have_settled_is_in_the_settings_to_copy() -> None:
 
 
 def test_what_trials_have_settled_without_is_off_in_the_settings_to_copy() -> None:
-    report = report_of(flash_attention={"rests": True}, optimizer={"on": True}, tuning=tuned(0.9, 0.8, 1.0, {}))
-    page = page_of(with_header(record_of(report=report), settings=WITH_PLUGIN))
+    record = record_of(**told(flash_attention={"rests": True}, optimizer={"on": True}), **tuned(0.9, 0.8, 1.0, {}))
+    page = page_of(with_header(record, settings=WITH_PLUGIN))
     assert page.settings["python"] == "Trainer(plugins=[AccelPlugin(techniques={'flash_attention': 'off'})])"
 
 
 def test_a_precision_that_trials_have_switched_off_is_not_told_as_that_of_the_run() -> None:
-    def told(**precision: Any) -> str:
-        record = record_of(report=report_of(precision={"on": False, **precision}))
+    def shown(**precision: Any) -> str:
+        record = record_of(**told(precision={"on": False, **precision}))
         return page_of(with_header(record, settings=WITH_PLUGIN, precision="bf16-mixed")).machine["precision"]
 
-    assert told(rests=True) == "32-true, bf16-mixed before it was switched off"
-    assert told(on=True) == "bf16-mixed"
+    assert shown(rests=True) == "32-true, bf16-mixed before it was switched off"
+    assert shown(on=True) == "bf16-mixed"
 
 
 def test_settings_of_another_version_are_shown_and_not_offered() -> None:
@@ -198,12 +198,12 @@ def huge(layers: int = 1000) -> Record:
     sites = {name: f"not faster: 0.{place}x" for place, name in enumerate(names)}
     many = [steps(1 + 64 * place, 10.0, losses=[(64 * place + 1, 2.5)]) for place in range(1440)]  # a day
     epochs = [{**record.epochs[0], "epoch": epoch, "steps_per_sec": 0.1 + epoch} for epoch in range(1000)]
-    assert record.anatomy.memory is not None
-    memory = replace(record.anatomy.memory, modules=dict.fromkeys(names, MIB))
+    assert record.memory is not None
     return replace(
         record,
-        anatomy=replace(record.anatomy, modules=modules, memory=memory),
-        report=report_of(flash_attention={"refused": sites}, compile={"applied": sites}),
+        anatomy=replace(record.anatomy, modules=modules),
+        memory=replace(record.memory, modules=dict.fromkeys(names, MIB)),
+        **told(flash_attention={"refused": sites}, compile={"applied": sites}),
         steps=many,
         epochs=epochs,
     )
@@ -242,7 +242,7 @@ def test_a_batch_of_more_than_four_times_is_not_told_of() -> None:
 
 
 def test_without_a_step_that_was_taken_apart_the_peak_is_known_all_the_same() -> None:
-    memory = page_of(record_of(anatomy=None)).memory
+    memory = page_of(record_of(anatomy=None, memory=None)).memory
     assert (memory.parts, memory.beside, memory.peak_bytes) == ({}, "", 1200 * MIB)
 
 

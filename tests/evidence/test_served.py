@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from lightning_accel.evidence import charts, tables
+from lightning_accel.evidence.record import append
 from lightning_accel.evidence.record_reader import RecordError, read_record
 from lightning_accel.evidence.render import to_html, to_markdown
 from lightning_accel.evidence.report_model import page_of
-from lightning_accel.evidence.served import Served, ServedForm, add_to_record
+from lightning_accel.evidence.served import Served, ServedForm
 from support.reported_runs import record_of
 
 
@@ -64,11 +65,12 @@ def test_a_record_tells_the_latest_comparison_and_a_damaged_one_is_said(tmp_path
     measured = {"latency": latency, "speedup": {"ratio": 1.0, "low": 1.0, "high": None}, "disk_bytes": 1, "error": None}
     found = {"forms": {"eager": {**measured, "scores": {}}}, "worse": {}, "left_out": {}, "max_drop": 0.01}
     for chosen in ("first", "eager"):
-        add_to_record(path, path, {**found, "recommended": chosen, "why": ""})
+        append(path, Served.from_dict("best.ckpt", {**found, "recommended": chosen, "why": ""}))
     told = read_record(path).served
     assert told is not None
     assert (told.recommended, told.forms[0].p99_ms, told.forms[0].high) == ("eager", 3.0, None)
-    add_to_record(path, path, {"forms": 1})
+    with path.open("a") as file:
+        file.write('{"kind": "served", "checkpoint": "best.ckpt", "forms": 1}\n')
     with pytest.raises(RecordError, match="is damaged"):
         read_record(path)
 

@@ -50,7 +50,7 @@ def test_console_loggers_page_and_compare_tell_the_same(tmp_path: Path, capsys: 
     with heard() as lines:
         fit(Varies(), loader(20), max_epochs=3, logger=logger, fit_options=validated, plugins=[plugin])
     record = read_record(Path(logger.log_dir))
-    speed = speed_of(record.steps, record.settled_step, 1)
+    speed = speed_of(record.steps, record.held.step, 1)
     assert speed is not None
     assert main(["compare", logger.log_dir, logger.log_dir, "--json"]) == 0
     compared = [float(value) for value in re.findall(r"^ +(\d+\.\d+),?$", capsys.readouterr().out, re.MULTILINE)]

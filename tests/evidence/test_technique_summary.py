@@ -11,35 +11,28 @@ from pydantic import TypeAdapter
 from lightning_accel import AccelPlugin
 from lightning_accel.core.measured import Measurement
 from lightning_accel.evidence import tables
+from lightning_accel.evidence.events import PlanHeld, TrialDecided
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_html, to_json, to_markdown
 from lightning_accel.evidence.report_model import Page, page_of
 from lightning_accel.evidence.technique_summary import Tried
 from support.lightning_models import Supervised, Transformer, tokens
-from support.reported_runs import MIB, make_trainer, record_of, report_of
+from support.reported_runs import MIB, decided, make_trainer, record_of, told
 
 FUSED = {"on": True, "status": "in force", "applied": {"attention": "fused"}}
 
 
-def result(name: str, verdict: str, ratio: Any, without: Any, with_it: Any, peaks: Any = ()) -> dict[str, Any]:
-    """Of a live trial on 24 steps: what either side had, and held."""
-    interval = dict(zip(("ratio", "low", "high"), ratio, strict=True))
-    sides = {"original": dict.fromkeys(without, "on"), "candidate": dict.fromkeys(with_it, "on")}
-    return {"name": name, "verdict": verdict, "interval": interval, "turns": 24, **sides, "peak_bytes": peaks}
-
-
-def tried(name: str, *results: dict[str, Any], held: Any = (), **one: Any) -> Tried:
+def tried(name: str, *results: TrialDecided, held: Any = (), **one: Any) -> Tried:
     """What a page says of a technique of a run with these live trials."""
     return page(*results, held=held, techniques={name: one}).techniques[0]
 
 
-def page(*results: dict[str, Any], held: Any = (), techniques: dict[str, Any]) -> Page:
-    data = {"choices": dict.fromkeys(held, "on"), "results": {one["name"]: one for one in results}, "is_settled": True}
-    tuning = {"tuning": {"on": True, "status": "tuned", "data": data}} if results else {}
-    return page_of(record_of(report=report_of(**techniques, **tuning)))
+def page(*results: TrialDecided, held: Any = (), techniques: dict[str, Any]) -> Page:
+    plan = PlanHeld(choices=dict.fromkeys(held, "on"), is_settled=True)
+    return page_of(record_of(**told(**techniques), trials={one.name: one for one in results}, held=plan))
 
 
-WON = result("flash_attention", "faster", (1.3, 1.2, 1.4), (), ("flash_attention",), [1000 * MIB, 600 * MIB])
+WON = decided("flash_attention", "faster", (1.3, 1.2, 1.4), (), ("flash_attention",), [1000 * MIB, 600 * MIB])
 
 
 # -- what came of it -----------------------------------------------------------------------------------------------
@@ -54,7 +47,7 @@ def test_what_has_won_on_whole_steps_is_kept_with_ratio_interval_memory_and_step
 
 
 def test_what_has_lost_on_whole_steps_is_undone_and_its_figures_stay() -> None:
-    lost = result("flash_attention", "needs more memory", (1.02, 0.9, 1.1), (), ("flash_attention",))
+    lost = decided("flash_attention", "needs more memory", (1.02, 0.9, 1.1), (), ("flash_attention",))
     one = tried("flash_attention", lost, **FUSED)
     assert (one.came_of_it, one.why) == ("undone", "needs more memory")
     assert one.trial is not None
@@ -70,35 +63,35 @@ def test_what_has_won_and_was_taken_back_by_the_audit_says_so() -> None:
 
 
 def test_what_was_only_tried_together_with_others_has_no_ratio_of_its_own() -> None:
-    whole = result("whole plan", "not faster", (0.9, 0.8, 1.0), (), ("flash_attention", "precision"))
+    whole = decided("whole plan", "not faster", (0.9, 0.8, 1.0), (), ("flash_attention", "precision"))
     one = tried("flash_attention", whole, **FUSED)
     assert (one.came_of_it, one.trial) == ("undone", None)
     assert one.why == "together with others: not faster; not asked by itself"
 
 
 def test_the_whole_plan_of_one_technique_is_its_own_trial() -> None:
-    whole = result("whole plan", "faster", (1.5, 1.4, 1.6), (), ("flash_attention",))
+    whole = decided("whole plan", "faster", (1.5, 1.4, 1.6), (), ("flash_attention",))
     one = tried("flash_attention", whole, held=["flash_attention"], **FUSED)
     assert one.trial is not None
     assert one.trial.ratio == 1.5
 
 
 def test_what_could_not_be_set_up_for_its_turns_is_refused() -> None:
-    refused = result("compile", "refused in its trial", (1.0, 0.0, "inf"), (), ("compile",))
+    refused = decided("compile", "refused in its trial", (1.0, 0.0, "inf"), (), ("compile",))
     one = tried("compile", refused, status="left alone", refused={"block": "other numbers"}, waits_for_trials=True)
     assert (one.came_of_it, one.why) == ("refused", "other numbers")
 
 
 def test_of_several_choices_the_one_that_was_judged_last_is_named() -> None:
-    first = result("optimizer", "cannot tell", (0.9, 0.5, 1.5), (), ("optimizer",))
-    second = result("optimizer=foreach", "not faster", (1.0, 0.9, 1.1), (), ("optimizer",))
+    first = decided("optimizer", "cannot tell", (0.9, 0.5, 1.5), (), ("optimizer",))
+    second = decided("optimizer=foreach", "not faster", (1.0, 0.9, 1.1), (), ("optimizer",))
     one = tried("optimizer", first, second, **FUSED)
     assert (one.came_of_it, one.why) == ("undone", "optimizer=foreach: not faster")
 
 
 def test_a_run_without_it_against_one_with_it_is_read_the_other_way_round() -> None:
     """As live trials ask of what saves memory: whether the run is faster without."""
-    without = result("without loss", "not faster", (0.8, 0.5, "inf"), ("loss",), (), [600 * MIB, 1000 * MIB])
+    without = decided("without loss", "not faster", (0.8, 0.5, "inf"), ("loss",), (), [600 * MIB, 1000 * MIB])
     one = tried("loss", without, held=["loss"], **FUSED)
     assert (one.came_of_it, one.why) == ("kept", "without it: not faster")
     assert one.trial is not None
@@ -130,17 +123,6 @@ def test_numbers_are_told_against_the_spread() -> None:
     measured = Measurement(error=2e-6, spread=1e-6, is_same=False, original_ms=4.0, candidate_ms=2.0)
     one = tried("flash_attention", **FUSED, measured=measured.to_dict())
     assert (one.measured, one.error_spreads) == (measured, pytest.approx(2.0))
-
-
-# -- older records -------------------------------------------------------------------------------------------------
-
-
-def test_a_record_from_before_there_were_figures_is_read_all_the_same() -> None:
-    older = {name: value for name, value in WON.items() if name not in ("original", "candidate", "peak_bytes")}
-    one = tried("flash_attention", older, held=["flash_attention"], **FUSED)
-    assert (one.came_of_it, one.measured, one.error_spreads) == ("kept", None, None)
-    assert one.trial is not None
-    assert (one.trial.ratio, one.trial.peak_bytes_with) == (1.3, None)
 
 
 # -- shown ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from lightning_accel.evidence.events import RunStarted, StepMeasured
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD
 from lightning_accel.evidence.record import Record
-from lightning_accel.evidence.step_breakdown import Anatomy, ModuleCost
+from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeaked, ModuleCost
 
 STEPS = 192
 PIECES = 32
@@ -41,6 +41,7 @@ def record(
     parts_ms: dict[str, float] | None = None,
     *,
     anatomy: Anatomy | None = None,
+    memory: MemoryPeaked | None = None,
     held_mib: list[float] | None = None,
     captured: int = 0,
     compiling_ms: float = 0.0,
@@ -71,7 +72,8 @@ def record(
         capturing=capturing,
         capturing_ms=capturing_ms,
     )
-    return Record(path=Path("run.jsonl"), header=header(**of_header), steps=[some], status="finished", anatomy=anatomy)
+    seen = {"anatomy": anatomy, "memory": memory}
+    return Record(path=Path("run.jsonl"), header=header(**of_header), steps=[some], status="finished", **seen)
 
 
 def anatomy(**values: Any) -> Anatomy:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.evidence.events import RunStarted, StepMeasured
+from lightning_accel.core.states import Sites
+from lightning_accel.evidence.events import PlanHeld, RunStarted, StepMeasured, TrialDecided
 from lightning_accel.evidence.peaks import Peaks
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.step_breakdown import (
@@ -22,9 +23,10 @@ from lightning_accel.evidence.step_breakdown import (
     PARAMETERS,
     Anatomy,
     LayoutCopy,
-    MemoryPeak,
+    MemoryPeaked,
     ModuleCost,
 )
+from lightning_accel.experiment.pair_test import RatioInterval
 from support.measured_runs import Folder
 
 MIB = 1 << 20
@@ -95,7 +97,6 @@ def record_of(**changes: Any) -> Record:
             LayoutCopy(module="a", line="train.py:3, in forward", made_by="permute", moved_bytes=99, ms=0.1, count=2)
         ],
         waits={"train.py:4, in training_step": 2},
-        memory=MemoryPeak(peak_bytes=1000 * MIB, parts=peak, modules={"a.b": 300 * MIB, "": 500 * MIB}),
         operations=100,
         operations_ms=9.0,
         work_ms=8.5,
@@ -107,6 +108,7 @@ def record_of(**changes: Any) -> Record:
         "epochs": [{"epoch": 0, "steps": 64, "peak_memory_mib": 1200.0, "peak_memory_source": "the allocator's peak"}],
         "status": "finished",
         "anatomy": anatomy,
+        "memory": MemoryPeaked(peak_bytes=1000 * MIB, parts=peak, modules={"a.b": 300 * MIB, "": 500 * MIB}),
         **changes,
     }
     return Record(**values)
@@ -132,17 +134,29 @@ def with_header(record: Record, **changes: Any) -> Record:
     return replace(record, header=replace(record.header, **changes))
 
 
-def report_of(**techniques: Any) -> dict[str, Any]:
-    """A report of the plugin's, of techniques that are on or not, with what came of their sites."""
-    nothing = {"on": False, "state": "off", "status": "off", "applied": {}, "refused": {}, "details": ""}
-    told = {name: nothing | ({"state": "decided"} if one else {}) | one for name, one in techniques.items()}
-    return {"device": "a GPU", "notes": [], "techniques": told}
+def told(**techniques: Any) -> dict[str, Any]:
+    """What a record has of techniques that are on or not, with what came of their sites, ``applied`` or ``refused``."""
+    nothing = {"on": False, "state": "off", "status": "off", "details": ""}
+    report = {name: nothing | ({"state": "decided"} if one else {}) | one for name, one in techniques.items()}
+    sites = {name: Sites(name) for name in techniques}
+    for name, one in report.items():
+        for site, reason in {**one.pop("applied", {})}.items():
+            sites[name].change(site, "ON", reason)
+        for site, reason in {**one.pop("refused", {})}.items():
+            sites[name].change(site, "OFF", reason)
+    changes = {(name, site): one for name, of in sites.items() for site, one in of.items()}
+    return {"report": {"device": "a GPU", "notes": [], "techniques": report}, "sites": changes}
 
 
-def tuned(ratio: float, low: float, high: Any, choices: Any, *, settled: bool = True) -> dict[str, Any]:
-    """Of live trials that compared one arm, and all of it with plain."""
-    interval = {"ratio": ratio, "low": low, "high": high}
-    result = {"verdict": "faster", "interval": interval, "turns": 24}
-    results = {name: {"name": name, **result} for name in ("whole plan", "precision")}
-    data = {"choices": choices, "results": results, "whole": results["whole plan"], "is_settled": settled}
-    return {"on": True, "status": "tuned", "data": data}
+def decided(name: str, verdict: Any, ratio: Any, without: Any = (), with_it: Any = (), peaks: Any = ()) -> TrialDecided:
+    """Of a live trial on 24 steps: what either side had, and held."""
+    sides = {"original": dict.fromkeys(without, "on"), "candidate": dict.fromkeys(with_it, "on")}
+    return TrialDecided(name, verdict, RatioInterval(*map(float, ratio)), 24, **sides, peak_bytes=tuple(peaks))
+
+
+def tuned(ratio: float, low: float, high: Any, choices: Any, step: int | None = None) -> dict[str, Any]:
+    """What a record has of live trials that compared one arm, and all of it with plain."""
+    bounds = ratio, low, high
+    trials = {name: decided(name, "faster", bounds, (), ["precision"]) for name in ("whole plan", "precision")}
+    held = PlanHeld(choices=choices, whole=trials["whole plan"], is_settled=True, step=step)
+    return {"trials": trials, "held": held}

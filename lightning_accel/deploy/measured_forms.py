@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.measured import finite
+from lightning_accel.core.text_columns import aligned
 from lightning_accel.deploy.accuracy import Score
 from lightning_accel.deploy.form_latency import Latency
 from lightning_accel.experiment.pair_test import RatioInterval
@@ -69,9 +70,11 @@ class Comparison:
 
     def __str__(self) -> str:
         """Returns a table of the forms, one of their metrics, remarks and the recommendation."""
-        lines = _table([_row(name, form) for name, form in self.forms.items()])
-        scores = [{"form": name, **form.scores} for name, form in self.forms.items()]
-        lines += _table(scores) if len(scores[0]) > 1 else []
+        rows = [_row(name, form) for name, form in self.forms.items()]
+        lines = aligned([[*rows[0]], *([row.get(head, "no") for head in rows[0]] for row in rows)])
+        metrics = [*next(iter(self.forms.values())).scores]
+        scores = [[name, *(str(form.scores.get(one, "no")) for one in metrics)] for name, form in self.forms.items()]
+        lines += aligned([["form", *metrics], *scores]) if metrics else []
         lines += [f"! {name}: {why}" for name, why in self.left_out.items()]
         lines += [f"  {name}: {remark}" for name, form in self.forms.items() for remark in form.remarks]
         for name, metric in ((name, metric) for name, dropped in self.worse.items() for metric in dropped):
@@ -102,10 +105,3 @@ def _row(name: str, form: Measured) -> dict[str, str]:
 
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _table(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Returns lines of aligned columns, with the headings of the first row."""
-    columns = [[heading, *(str(row.get(heading, "no")) for row in rows)] for heading in rows[0]]
-    widths = [max(map(len, column)) for column in columns]
-    return ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in zip(*columns, strict=True)]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import asked_bytes
+from lightning_accel.core.text_columns import aligned
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.core.user_frames import is_users
 from lightning_accel.memory.meter import device_memory_bytes
@@ -40,9 +41,8 @@ class Inventory:
 
     def table(self) -> str:
         """Returns one line for each part, the largest first."""
-        width = max(map(len, self.parts))
         rows = sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
-        return "\n".join(f"  {name:{width}}  {format_bytes(size):>12}" for name, size in rows if size)
+        return "\n".join(aligned((f"  {name}", f"{format_bytes(size):>12}") for name, size in rows if size))
 
 
 def take_inventory(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.device import device_of
 from lightning_accel.core.patch import PatchSet
+from lightning_accel.core.text_columns import aligned
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block
 from lightning_accel.memory.knapsack import Stage
@@ -157,8 +158,7 @@ class MemorySchedule:
         ]
         alike = attrgetter("kind", "policy", "kept_bytes", "plain_bytes")
         rows += [_row(list(group)) for _, group in itertools.groupby(self.blocks, alike)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = aligned(rows)
         fixed = self.fixed
         lines += [
             f"fixed: parameters {format_bytes(fixed.parameters)}, gradients {format_bytes(fixed.gradients)},"

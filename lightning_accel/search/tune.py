@@ -19,6 +19,7 @@ from lightning_accel.core.allocators import ENVIRONMENT_IN_FILE
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
+from lightning_accel.core.text_columns import aligned
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer, own
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import LOADER_SETTINGS, TuneJob
@@ -193,6 +194,7 @@ def _result(outcome: SearchOutcome, job: TuneJob, places: Mapping[str, Sequence[
     if best.batch_size and job.batch_size and effective != job.batch_size * job.accumulate:
         times = effective / (job.batch_size * job.accumulate)
         notes.append(f"An optimizer step sees {times:g}x as many samples as before. The learning rate is as it was.")
+    rows = ((one.name, f"{better(one)}: {one.interval}, on {one.turns} steps") for one in outcome.results)
     return TuneResult(
         settings=settings,
         environment=dict(best.environment),
@@ -201,7 +203,7 @@ def _result(outcome: SearchOutcome, job: TuneJob, places: Mapping[str, Sequence[
         ratio="" if outcome.whole is None or best == TrialSetup() else str(outcome.whole.interval),
         memory=_memory_ratio(outcome.facts, best),
         is_whole=outcome.is_whole,
-        table=_table(outcome),
+        table="\n".join(aligned(rows)),
         notes=tuple(notes),
     )
 
@@ -215,11 +217,3 @@ def _put(settings: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 def _memory_ratio(facts: Mapping[str, Facts], best: TrialSetup) -> float:
     before, after = facts.get(TrialSetup().key), facts.get(best.key)
     return 1.0 if before is None or after is None else after.peak_bytes / before.peak_bytes
-
-
-def _table(outcome: SearchOutcome) -> str:
-    width = max((len(result.name) for result in outcome.results), default=0)
-    return "\n".join(
-        f"{result.name:{width}}  {better(result)}: {result.interval}, on {result.turns} steps"
-        for result in outcome.results
-    )

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_accel.core.report import TechniqueReport
+from lightning_accel.core.text_columns import aligned
 from lightning_accel.tuning.comparison import Result
 
 WHOLE = "whole plan"  # the name of the comparison of the whole plan with the plain run
@@ -79,12 +80,9 @@ class Tuning:
 
     def table(self) -> str:
         """Returns a line for each comparison: the measured speed, the number of turns, and the verdict."""
-        width = max(map(len, self.results), default=0)
-        rows = (
-            f"{r.name:{width}}  {r.verdict}: {r.interval}, on {r.turns} steps{self._price(r.name)}"
-            for r in self.results.values()
-        )
-        return "\n".join(rows)
+        found = self.results.values()
+        rows = ((r.name, f"{r.verdict}: {r.interval}, on {r.turns} steps{self._price(r.name)}") for r in found)
+        return "\n".join(aligned(rows))
 
     def _price(self, name: str) -> str:
         if name not in self.setup_s:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning_accel.lightning.packages import BatchSizeFinder, LearningRateFinder, Trainer
+from lightning_accel.lightning.packages import BatchSizeFinder, LearningRateFinder, Trainer, callbacks_of
 
 
 class Searches:
@@ -12,13 +10,8 @@ class Searches:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.found = [one for one in _callbacks(trainer) if isinstance(one, (LearningRateFinder, BatchSizeFinder))]
+        self.found = callbacks_of(trainer, LearningRateFinder, BatchSizeFinder)
 
     def are_running(self) -> bool:
         """Whether a search runs now."""
-        return bool(self.found) and any(search not in _callbacks(self._trainer) for search in self.found)
-
-
-def _callbacks(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+        return bool(self.found) and any(search not in callbacks_of(self._trainer) for search in self.found)

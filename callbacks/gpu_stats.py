@@ -18,7 +18,7 @@ from lightning_accel.callbacks._nvml import Card, EnergyMeter, NoCardError
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.ranks import gather
 from lightning_accel.evidence.epoch_speed import PREFIX
-from lightning_accel.lightning.packages import Callback, LightningModule, Trainer
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, callbacks_of
 
 _EVERY_S = 1.0
 _MOST_UNTAKEN = 600  # of each value: a record takes them once a minute, and some runs have none
@@ -236,15 +236,13 @@ def _course() -> defaultdict[str, deque[float]]:
 
 def course_of_cards(trainer: Trainer) -> dict[str, list[float]]:
     """What this rank's card has said since it was last asked for; empty without a GpuStats in its fit."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    taken = [one.take_course() for one in callbacks if isinstance(one, GpuStats)]
+    taken = [one.take_course() for one in callbacks_of(trainer, GpuStats)]
     return next(filter(None, taken), {})
 
 
 def told_by_cards(trainer: Trainer) -> dict[str, float]:
     """What a Trainer's GpuStats has logged, over all its epochs, without the prefix; empty without one."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    epochs = [epoch for one in callbacks if isinstance(one, GpuStats) for epoch in one.history]
+    epochs = [epoch for one in callbacks_of(trainer, GpuStats) for epoch in one.history]
     found = {}
     for name in dict.fromkeys(name for epoch in epochs for name in epoch):
         values = [epoch[name] for epoch in epochs if name in epoch]

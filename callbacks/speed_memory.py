@@ -17,7 +17,7 @@ from lightning_accel.callbacks._reporting import record_folder
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.record import FOLDER
-from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, own, rank_zero_warn
+from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, callbacks_of, own, rank_zero_warn
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.resilience.lost_ranks import is_broken_collective
 
@@ -284,12 +284,10 @@ def _leave_page(trainer: Trainer, error: StepMemoryError, record: FitRecord | No
 
 def _is_monitored(trainer: Trainer) -> bool:
     """Whether one of the user's callbacks or schedulers looks at what is logged here after every epoch."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    monitors = [getattr(one, "monitor", None) for one in (*callbacks, *trainer.lr_scheduler_configs)]
+    monitors = [getattr(one, "monitor", None) for one in (*callbacks_of(trainer), *trainer.lr_scheduler_configs)]
     return any(isinstance(monitor, str) and monitor.startswith(PREFIX) for monitor in monitors)
 
 
 def speed_memory_loggers(trainer: Trainer) -> list[SpeedMemoryLogger]:
     """Those among the Trainer's callbacks."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, SpeedMemoryLogger)]
+    return callbacks_of(trainer, SpeedMemoryLogger)

@@ -43,10 +43,7 @@ class Served:
         return cls(
             checkpoint=checkpoint,
             forms=[_form(name, one, name in found["worse"]) for name, one in found["forms"].items()],
-            left_out={str(name): str(why) for name, why in found["left_out"].items()},
-            max_drop=float(found["max_drop"]),
-            recommended=str(found["recommended"]),
-            why=str(found["why"]),
+            **{name: found[name] for name in ("left_out", "max_drop", "recommended", "why")},
         )
 
     def frontier(self) -> list[ServedForm]:
@@ -71,20 +68,16 @@ class Served:
 def _form(name: str, one: Mapping[str, Any], is_worse: bool) -> ServedForm:
     latency, speedup, scores = one["latency"], one["speedup"], one["scores"]
     return ServedForm(
-        name=str(name),
-        p50_ms=float(latency["p50"]),
-        p95_ms=float(latency["p95"]),
-        p99_ms=float(latency["p99"]),
-        speedup=float(speedup["ratio"]),
-        low=float(speedup["low"]),
-        high=_number(speedup["high"]),
-        disk_bytes=int(one["disk_bytes"]),
-        error=_number(one["error"]),
-        scores={str(metric): _number(score["value"]) for metric, score in scores.items()},
-        drops={str(metric): _number(score["drop"]) for metric, score in scores.items()},
+        name=name,
+        p50_ms=latency["p50"],
+        p95_ms=latency["p95"],
+        p99_ms=latency["p99"],
+        speedup=speedup["ratio"],
+        low=speedup["low"],
+        high=speedup["high"],
+        disk_bytes=one["disk_bytes"],
+        error=one["error"],
+        scores={metric: score["value"] for metric, score in scores.items()},
+        drops={metric: score["drop"] for metric, score in scores.items()},
         is_worse=is_worse,
     )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

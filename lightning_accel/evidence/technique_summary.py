@@ -37,18 +37,6 @@ class TrialSummary:
     peak_bytes_without: int | None = None  # the most memory that a step has held without it; None: that was not seen
     peak_bytes_with: int | None = None  # the same with it
 
-    def turned_round(self) -> TrialSummary:
-        """Of the run without it against the run with it: the other way round."""
-        return replace(
-            self,
-            verdict=f"without it: {self.verdict}",
-            ratio=1 / self.ratio,
-            low=0.0 if self.high is None else 1 / self.high,
-            high=1 / self.low if self.low else None,
-            peak_bytes_without=self.peak_bytes_with,
-            peak_bytes_with=self.peak_bytes_without,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
@@ -136,8 +124,7 @@ def _trial_by_itself(name: str, record: Record) -> TrialSummary | None:
     found = None
     for result in record.trials.values():
         if result.original.keys() ^ result.candidate.keys() == {name}:
-            trial = summary_of(result)
-            found = trial if name in result.candidate else trial.turned_round()
+            found = summary_of(result, is_turned=name not in result.candidate)
     return found
 
 
@@ -145,19 +132,22 @@ def _arms_of(result: TrialDecided) -> set[str]:
     return {*result.original, *result.candidate, result.name}
 
 
-def summary_of(trial: TrialDecided) -> TrialSummary:
-    """What a live trial has come to, as a page shows it."""
-    interval, peaks = trial.interval, trial.peak_bytes
+def summary_of(trial: TrialDecided, *, is_turned: bool = False) -> TrialSummary:
+    """What a live trial has come to, as a page shows it; turned round if it was of the run without the candidate."""
+    ratio, low, high = trial.interval.ratio, trial.interval.low, trial.interval.high
+    peaks = trial.peak_bytes if len(trial.peak_bytes) == 2 else (None, None)
+    if is_turned:
+        ratio, low, high, peaks = 1 / ratio, 1 / high, 1 / low if low else math.inf, peaks[::-1]
     return TrialSummary(
         name=str(trial.name),
-        verdict=str(trial.verdict),
-        ratio=interval.ratio,
-        low=interval.low,
-        high=interval.high if math.isfinite(interval.high) else None,
+        verdict=f"without it: {trial.verdict}" if is_turned else str(trial.verdict),
+        ratio=ratio,
+        low=low,
+        high=high if math.isfinite(high) else None,
         steps=trial.turns,
         setup_s=trial.setup_s,
-        peak_bytes_without=peaks[0] if len(peaks) == 2 else None,
-        peak_bytes_with=peaks[1] if len(peaks) == 2 else None,
+        peak_bytes_without=peaks[0],
+        peak_bytes_with=peaks[1],
     )
 
 

@@ -178,6 +178,11 @@ def own(thing: object, name: _Name) -> _Name:
     return shared.of(package_of(thing) or in_use())  # type: ignore[no-any-return]
 
 
+def callbacks_of(trainer: Any, *kinds: type) -> list[Any]:
+    """The callbacks of a Trainer; with ``kinds`` those of them."""
+    return [one for one in trainer.callbacks if isinstance(one, kinds or object)]
+
+
 def classes(name: _Name) -> tuple[_Name, ...]:
     """Returns the objects of a name from this module in all packages, for uses that require classes."""
     in_use()

@@ -27,7 +27,7 @@ from lightning_accel import AccelPlugin
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = {"width": 1000, "height": 1160}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_COLORS = 64  # are enough for a page, and a third of the bytes
+_COLORS = 128  # are enough for a page, and half of the bytes
 STEPS = 200
 
 

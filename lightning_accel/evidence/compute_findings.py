@@ -22,7 +22,8 @@ _BYTES_CAST = 12  # of a parameter: it and its gradient are read and written, as
 
 def precision(seen: Seen) -> Iterator[Finding]:
     header, anatomy, peaks = seen.record.header, seen.record.anatomy, seen.peaks
-    if anatomy is None or not header.native_bf16 or not header.precision.startswith("32"):
+    is_float32 = header.precision.startswith("32") and "precision" not in seen.record.held.choices
+    if anatomy is None or not header.native_bf16 or not is_float32:
         return
     flops = sum(one.flops for one in anatomy.modules)
     low = sum(one.low_precision_flops for one in anatomy.modules)

@@ -156,7 +156,7 @@ def _machine(record: Record) -> dict[str, str]:
 
 
 def _modules_note(anatomy: Anatomy, settled_step: int | None, parts_ms: Mapping[str, float]) -> str:
-    before = "" if settled_step is None or anatomy.step > settled_step else ", before live trials had settled"
+    before = "" if settled_step is None or anatomy.step > settled_step else ", before live trials had settled,"
     forward_ms = sum(one.forward_ms for one in anatomy.modules if one.module != OPTIMIZER)
     other = parts_ms.get(phase_names.FORWARD)
     beside = f" Its forward pass took {duration(forward_ms)}, that of others {duration(other)}." if other else ""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_accel.evidence.diagnosis import diagnose
+from lightning_accel.evidence.events import PlanHeld
 from lightning_accel.evidence.phase_names import BACKWARD, DATA, FORWARD, LOGGING, OPTIMIZER, REST
 from lightning_accel.evidence.step_breakdown import BATCH, LOGITS, LayoutCopy, MemoryPeaked, OperationsAlike
 from support.made_up_records import PEAKS, PIECES, STEPS, anatomy, found, names, record
@@ -91,6 +92,11 @@ def test_bfloat16_speeds_up_what_products_take_and_casts_weights() -> None:
     run = record(anatomy=anatomy(product_ms=49.5), native_bf16=True, parameters=10**7)
     casts = 12 * 10**7 / PEAKS.bytes_per_sec / 0.1
     assert found(run, "precision").speedup == pytest.approx(1 / (1 - 0.495 * 0.75 + casts))
+
+
+def test_a_run_that_has_settled_with_a_precision_is_not_advised_of_it() -> None:
+    run = record(anatomy=anatomy(product_ms=49.5), native_bf16=True, parameters=10**7)
+    assert "precision" not in names(replace(run, held=PlanHeld(choices={"precision": "bf16-mixed"})))
 
 
 def test_a_step_that_was_taken_apart_in_a_busy_moment_tells_its_shares_all_the_same() -> None:

@@ -136,7 +136,7 @@ def test_without_javascript_every_number_is_there(show: Open) -> None:
     for table in ("Parts of a step", "Live trials", "Memory at the peak", "Layout copies", "Over the run", "Machine"):
         assert page.locator(f"[aria-label='{table}'] td").first.is_visible()
     page.locator("summary", has_text="As a table").click()
-    assert page.locator("[aria-label='Modules under the roof'] td").first.is_visible()
+    assert page.locator("[aria-label='Modules beside the limits of the machine'] td").first.is_visible()
 
 
 @pytest.mark.parametrize("name", NAMES)

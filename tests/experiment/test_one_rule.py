@@ -43,7 +43,7 @@ ORDERS = {
 
 DRAW = {
     "callbacks/_phase_sampler.py": "which steps are looked at",
-    "callbacks/_rests.py": "for how long it rests",
+    "callbacks/_allowance.py": "for how long it rests",
     "core/random_streams.py": "nothing: it knows the streams of the user",
 }
 """Who else imports ``random``, and what it draws."""

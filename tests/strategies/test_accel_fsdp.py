@@ -101,7 +101,7 @@ def test_checkpointed_and_compiled_blocks_compute_the_same(said: Said, scenario:
 
 def test_a_technique_that_cannot_be_is_named_where_it_was_asked_for(said: Said) -> None:
     rank = said("techniques_that_cannot_be")[0]
-    assert any("memory.budget: not with sharded parameters" in warning for warning in rank["warnings"])
+    assert any("memory_budget: not with sharded parameters" in warning for warning in rank["warnings"])
     assert not any("memory_format" in warning for warning in rank["warnings"])  # "auto" is no wish
     assert "FSDP keeps weights row by row" in rank["techniques"]["memory_format"]["status"]
 

@@ -50,11 +50,11 @@ def differs(training: Training, name: str) -> list[str]:
     as_plain = tuple((PLAIN, epochs) for _, epochs in legs)
     as_mixed = None if case.is_exact else mixed(training, as_plain)
     formats = [] if case.is_exact else [moved(training, as_plain, ROUNDED), *([as_mixed] if as_mixed else [])]
-    actual, expected, noise = run(training, legs), plain(training, as_plain), moved(training, as_plain, NUDGED)
+    actual, expected, noise = run(training, legs), plain(training, as_plain), [moved(training, as_plain, NUDGED[0])]
     found = differences(training, actual, expected, noise, formats, as_mixed)
-    if found and case.switches and as_mixed:
-        # Where the order of formats decides how far a training leads, one order is no measure.
-        in_turns = [mixed(training, as_plain, variant) for variant in IN_TURNS]
-        formats += [one for one in in_turns if one]
-        found = differences(training, actual, expected, noise, formats, as_mixed)
+    if found:
+        # Where a last bit, or the order of formats, decides how far a training leads, one run of a kind is no measure.
+        noise += [moved(training, as_plain, variant) for variant in NUDGED[1:]]
+        in_turns = [mixed(training, as_plain, variant) for variant in IN_TURNS] if case.switches and as_mixed else []
+        found = differences(training, actual, expected, noise, [*formats, *filter(None, in_turns)], as_mixed)
     return found

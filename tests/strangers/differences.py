@@ -25,7 +25,12 @@ FORMAT_ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
 
 
 def differences(
-    training: Training, actual: Run, expected: Run, noise: Run, formats: Sequence[Run] = (), mixed: Run | None = None
+    training: Training,
+    actual: Run,
+    expected: Run,
+    noise: Sequence[Run],
+    formats: Sequence[Run] = (),
+    mixed: Run | None = None,
 ) -> list[str]:
     """In what ``actual`` is not what was expected.
 
@@ -33,7 +38,7 @@ def differences(
         training: What was run.
         actual: With the plugin.
         expected: Plain.
-        noise: Plain, from weights that were nudged.
+        noise: Plain, from weights that were nudged, each in its own way.
         formats: Where ``actual`` may compute in bfloat16, others that do, in their own ways.
         mixed: That of them under Lightning's own bfloat16.
     """
@@ -89,10 +94,9 @@ def _left(training: Training, actual: Run, expected: Run) -> Iterator[str]:
         yield f"trainer.callbacks: {actual.callbacks}, not {expected.callbacks}"
 
 
-def _losses(actual: Run, expected: Run, noise: Run, formats: Sequence[Run]) -> Iterator[str]:
+def _losses(actual: Run, expected: Run, noise: Sequence[Run], formats: Sequence[Run]) -> Iterator[str]:
     """Step by step; what may be apart is as much as the other runs have been so far."""
-    by_noise = _apart(noise, expected)
-    by_format = list(map(max, zip(*(_apart(other, expected) for other in formats), strict=False)))
+    by_noise, by_format = _farthest(noise, expected), _farthest(formats, expected)
     for step, (mine, theirs) in enumerate(zip(actual.seen.losses, expected.seen.losses, strict=False)):
         if len(mine) != len(theirs):
             yield f"step {step} gave {len(mine)} numbers, not {len(theirs)}"
@@ -106,6 +110,10 @@ def _losses(actual: Run, expected: Run, noise: Run, formats: Sequence[Run]) -> I
                 return
 
 
+def _farthest(others: Sequence[Run], expected: Run) -> list[float]:
+    return list(map(max, zip(*(_apart(other, expected) for other in others), strict=False)))
+
+
 def _apart(other: Run, expected: Run) -> list[float]:
     """The largest distance of two runs' losses up to each step."""
     steps = zip_longest(other.seen.losses, expected.seen.losses, fillvalue=())
@@ -113,13 +121,13 @@ def _apart(other: Run, expected: Run) -> list[float]:
     return list(accumulate(each, max))
 
 
-def _weights(actual: Run, expected: Run, noise: Run, formats: Sequence[Run]) -> Iterator[str]:
+def _weights(actual: Run, expected: Run, noise: Sequence[Run], formats: Sequence[Run]) -> Iterator[str]:
     for name, theirs in expected.state.items():
         mine = actual.state.get(name)
         if not _is_like(mine, theirs):
             continue
         scale = max(1.0, float(_wide(theirs).abs().nan_to_num().max())) if theirs.numel() else 1.0
-        allowed = NOISE_FACTOR * _moved(name, theirs, [noise]) + ROUNDING * scale
+        allowed = NOISE_FACTOR * _moved(name, theirs, noise) + ROUNDING * scale
         if formats:
             allowed += FORMAT_FACTOR * _moved(name, theirs, formats) + FORMAT_ROUNDING * scale
         if not _distance(mine, theirs) <= allowed:

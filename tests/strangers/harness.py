@@ -36,7 +36,8 @@ TURNS = 120
 
 _KEPT = 8  # runs of a kind: those of a few trainings
 
-PLAIN, NUDGED, ROUNDED, MIXED = "plain", "nudged", "rounded", "bf16-mixed"
+PLAIN, ROUNDED, MIXED = "plain", "rounded", "bf16-mixed"
+NUDGED = tuple(f"nudged, coin {coin}" for coin in range(5))
 IN_TURNS = tuple(f"bf16 in turns, coin {coin}" for coin in range(4))
 TRUE, DEFAULTS = "32-true", "defaults"
 UNTUNED, DETERMINISTIC = "tune off", "deterministic"
@@ -67,21 +68,31 @@ class Move(Callback):
     """Moves every weight: how far two runs that are as good as each other may be apart.
 
     Args:
-        to_bf16: Whether to the nearest bfloat16; else by its last bit, up or down.
+        coin: The seed by which the last bit goes up or down; from 1 on before every step, and the last bits, as steps
+            that sum in another order have others; None: to the nearest bfloat16.
     """
 
-    def __init__(self, *, to_bf16: bool) -> None:
-        self._to_bf16, self._coin = to_bf16, torch.Generator().manual_seed(99)
+    def __init__(self, coin: int | None) -> None:
+        self._coin = None if coin is None else torch.Generator().manual_seed(coin)
+        self._in_every_step, self._bits = bool(coin), 4 if coin else 1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._move(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._in_every_step:
+            self._move(pl_module)
+
+    def _move(self, pl_module: LightningModule) -> None:
         with torch.no_grad():
             for parameter in pl_module.parameters():
                 if parameter.is_floating_point() and not is_lazy(parameter):
-                    parameter.copy_(parameter.bfloat16() if self._to_bf16 else self._nudged(parameter))
+                    parameter.copy_(parameter.bfloat16() if self._coin is None else self._nudged(parameter))
 
     def _nudged(self, parameter: Tensor) -> Tensor:
         up, down = (torch.nextafter(parameter, torch.full_like(parameter, end)) for end in (torch.inf, -torch.inf))
-        return torch.where(torch.rand(parameter.shape, generator=self._coin) < 0.5, up, down)
+        moved = torch.where(torch.rand(parameter.shape, generator=self._coin) < 0.5, up, down)
+        return parameter + self._bits * (moved - parameter)
 
 
 class InTurns(MixedPrecision):
@@ -154,7 +165,8 @@ def _leg(training: Training, variant: str, epochs: int, checkpoint: Path | None)
     seen = Recorder(parts.elsewhere)
     options = {"max_epochs": epochs, **parts.options}
     given = options.pop("callbacks", [])
-    moved = [Move(to_bf16=variant == ROUNDED)] if variant in (NUDGED, ROUNDED) else []
+    coin = NUDGED.index(variant) if variant in NUDGED else None
+    moved = [Move(coin)] if variant in (*NUDGED, ROUNDED) else []
     callbacks = [*given, *moved, seen]
     plugin = AccelPlugin.from_plan(Plan().replace(**_PLUGINS[variant])) if variant in _PLUGINS else None
     if plugin is not None:

@@ -42,17 +42,13 @@ from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.claims.measure import timed_ms
 from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispatch, Judge, shape_class
 from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
+from lightning_accel.techniques.registry import declarations
 from lightning_accel.techniques.technique_context import TechniqueContext
 
 BATCH_SIZE = 8
 STEPS_A_TURN, TURNS, WARM_UP_TURNS = 5, 86, 6  # warm-up turns: 2 more than a multiple of 4
 PRECISION: dict[str, Any] = {"precision": "32-true"}  # what `auto` comes to where bfloat16 is not native
-OFF: dict[str, Any] = {
-    "flash_attention": "off",
-    "inplace_activations": False,
-    "memory_format": "off",
-    "allocator": "off",
-}
+OFF: dict[str, Any] = {name: "off" for name in declarations() if name not in PRECISION}
 
 Options = Callable[[], dict[str, Any]]  # of a Trainer
 

@@ -34,6 +34,8 @@ class Plan(Arguments):
         TypeError: A value has the wrong type.
     """
 
+    __slots__ = ("_read",)  # technique → its value or options, once somebody has asked
+
     precision: Any
     compile: Any
     memory: Any
@@ -55,6 +57,7 @@ class Plan(Arguments):
         values["report"] = read("report", report, bool | PathLike | Annotated[str, _PAGE])
         values["strict"] = read("strict", settings["strict"], bool)
         vars(self).update({name: values[name] for name in DEFAULTS})
+        object.__setattr__(self, "_read", {})
         whole = self.settings()
         for name, declaration in declarations().items():
             if not declaration.is_off(whole[name]):
@@ -62,6 +65,11 @@ class Plan(Arguments):
 
     def of(self, technique: str) -> Any:
         """Returns the value or the options of one technique."""
+        if technique not in self._read:
+            self._read[technique] = self._options_of(technique)
+        return self._read[technique]
+
+    def _options_of(self, technique: str) -> Any:
         declaration, (setting, *names) = declarations()[technique], place_of(technique)
         if setting in _BY_NAME:
             return declaration.read(getattr(self, setting).get(technique, declaration.default))

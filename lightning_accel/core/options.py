@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from types import NoneType, UnionType
@@ -100,14 +100,14 @@ def read(name: str, value: Any, kind: Any, more: str = "") -> Any:
         ValueError: The value is not allowed. The error names the allowed values and the nearest.
         TypeError: The value has a type that the annotation does not accept.
     """
-    kinds = list(_alternatives(kind))
-    choices = choices_of(kind)
-    if isinstance(value, bool) and bool not in kinds and choices:
-        switched = switch_of(value, choices)
+    kinds = _alternatives(kind)
+    if isinstance(value, bool) and bool not in kinds:
+        switched = switch_of(value, choices_of(kind))
         value = value if switched is None else switched
     for one in kinds:
         if (found := _fit(name, value, one)) is not _MISFIT:
             return found
+    choices = choices_of(kind)
     words = [repr(choice) for choice in choices] + [said for one in kinds if (said := _said(one))]
     allowed = ", ".join([*words, *filter(None, [more])])
     takes = {type(choice) for choice in choices} | {_type_of(one) for one in kinds}
@@ -127,12 +127,10 @@ def switch_of(value: bool, choices: list[Any]) -> Any:
     return "on" if "on" in choices else next((choice for choice in choices if choice != "off"), None)
 
 
-def _alternatives(kind: Any) -> Iterator[Any]:
-    if get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
-            yield from _alternatives(one)
-    else:
-        yield kind
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    return tuple(each for one in get_args(kind) for each in _alternatives(one))
 
 
 def _fit(name: str, value: Any, kind: Any) -> Any:

@@ -34,8 +34,9 @@ class Plan(Arguments):
         TypeError: A value has the wrong type.
     """
 
-    __slots__ = ("_read",)  # technique → its value or options, once somebody has asked
+    __slots__ = ("_read",)  # not one of the settings, which are all that `vars` has
 
+    _read: dict[str, Any]  # technique → its value or options, once somebody has asked
     precision: Any
     compile: Any
     memory: Any

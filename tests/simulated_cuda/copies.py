@@ -77,18 +77,19 @@ def deliver(memory: torch.Tensor, stream: Key, use: str) -> None:
     What the stream waits for is there; for the rest it should have waited.
     """
     address = memory.untyped_storage().data_ptr()
-    clock = TIMELINE.clock(stream)
-    for copy in list(_UNDER_WAY):
-        storage = copy.storage()
-        if storage is None or storage.data_ptr() != address or (copy.arriving is None and use == "reads"):
-            continue
-        if not copy.is_before(clock):
-            faults.report(
-                f"a copy on {described(stream)} {use} pinned memory while another is under way on"
-                f" {described(copy.stream)}, and waits for nothing"
-            )
-        _UNDER_WAY.remove(copy)
-        copy.finish()
+    with TIMELINE.lock:
+        clock = TIMELINE.clock(stream)
+        for copy in list(_UNDER_WAY):
+            storage = copy.storage()
+            if storage is None or storage.data_ptr() != address or (copy.arriving is None and use == "reads"):
+                continue
+            if not copy.is_before(clock):
+                faults.report(
+                    f"a copy on {described(stream)} {use} pinned memory while another is under way on"
+                    f" {described(copy.stream)}, and waits for nothing"
+                )
+            _UNDER_WAY.remove(copy)
+            copy.finish()
 
 
 def finish_before(clock: Clock) -> None:

@@ -46,7 +46,7 @@ class Timeline:
     def __init__(self) -> None:
         self._streams: dict[Key, _Progress] = {}
         self._host: Clock = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.when_host_waited: Callable[[Clock], None] = lambda clock: None
 
     def _of(self, stream: Key) -> _Progress:
@@ -60,7 +60,7 @@ class Timeline:
 
     def launch(self, stream: Key) -> int:
         """Has the stream do something; its tick."""
-        with self._lock:
+        with self.lock:
             clock = self.clock(stream)
             clock[stream] = clock.get(stream, 0) + 1
             return clock[stream]
@@ -72,12 +72,12 @@ class Timeline:
 
     def mark(self, stream: Key) -> Mark:
         """The stream as it is now."""
-        with self._lock:
+        with self.lock:
             return Mark(dict(self.clock(stream)), self._of(stream).ready_at)
 
     def wait(self, stream: Key, mark: Mark) -> None:
         """Has a stream wait for a point of another."""
-        with self._lock:
+        with self.lock:
             progress = self._of(stream)
             _merge(progress.clock, mark.clock)
             progress.ready_at = max(progress.ready_at, mark.ready_at)
@@ -87,13 +87,15 @@ class Timeline:
         for mark in marks:
             while not mark.is_reached:
                 time.sleep(1e-5)
-            with self._lock:
+            with self.lock:
                 _merge(self._host, mark.clock)
-        self.when_host_waited(self._host)
+        # Another thread that waits for the same copies may write to their memory as soon as it returns.
+        with self.lock:
+            self.when_host_waited(self._host)
 
     def marks_of(self, device: int) -> list[Mark]:
         """All streams of a device."""
-        with self._lock:
+        with self.lock:
             return [self.mark(stream) for stream in list(self._streams) if stream[0] == device]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from simulated_cuda import faults
+from simulated_cuda import copies, faults
 from simulated_cuda.waits import SYNCHRONISATIONS
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.numbers]
@@ -130,6 +132,31 @@ def test_pinned_memory_is_reused_after_a_wait() -> None:
     event.synchronize()
     pinned.fill_(7)
     torch.cuda.synchronize()
+    assert faults.taken() == []
+    assert x.eq(1).all().item()
+
+
+def test_a_thread_that_waited_may_write_while_another_waits_for_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to wait looks at the memory, for as long as the second takes to wait as well and to write."""
+    pinned = torch.ones(8, pin_memory=True)
+    x = pinned.to("cuda", non_blocking=True)
+    looks, compare = threading.Event(), copies._are_same
+
+    def slowly(one: torch.Tensor, other: torch.Tensor) -> bool:
+        looks.set()
+        writer.join(timeout=0.1)
+        return compare(one, other)
+
+    def write_after_waiting() -> None:
+        looks.wait()
+        torch.cuda.synchronize()
+        pinned.fill_(7)
+
+    writer = threading.Thread(target=write_after_waiting)
+    writer.start()
+    monkeypatch.setattr(copies, "_are_same", slowly)
+    torch.cuda.synchronize()
+    writer.join()
     assert faults.taken() == []
     assert x.eq(1).all().item()
 

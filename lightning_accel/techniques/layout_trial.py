@@ -6,6 +6,8 @@ tensors that they are called with, whoever calls them.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +35,8 @@ _LONE_SAMPLE = "batches of one sample: oneDNN's bfloat16 kernels for them crash 
 BREAKS_THE_HEAP = "oneDNN's strided 1x1 convolution of few channels in channels_last writes past its memory"
 _FEW_CHANNELS = 16
 
+_NOT_TIMED = "not timed by itself, which would cost more than this run can pay: whole steps decide"
+
 _CONVOLUTIONS = frozenset(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"))
 # What else takes longer, or less, in the other layout. Element-wise operations do not care.
 _TIMED = _CONVOLUTIONS | frozenset(
@@ -49,17 +53,31 @@ def breaks_the_heap(kernel_size: Sequence[int], stride: Sequence[int], in_channe
 
 
 class LayoutTrial(TorchFunctionMode):
-    """Runs a step in the contiguous layout, and tries channels_last beside it, on what has one of so many ``dims``."""
+    """Runs a step in the contiguous layout, and tries channels_last beside it, on what has one of so many ``dims``.
 
-    def __init__(self, dims: tuple[int, ...], draws: LayoutDraws, *, by_clock: bool, purse: Purse | None) -> None:
+    Numbers are compared within the step, and times taken after it: where the purse cannot pay for both, whole steps of
+    live trials judge the speed.
+    """
+
+    def __init__(
+        self,
+        dims: tuple[int, ...],
+        draws: LayoutDraws,
+        *,
+        by_clock: bool,
+        is_judged_live: bool,  # whether live trials compare whole steps later
+        purse: Purse | None,
+    ) -> None:
         super().__init__()
         self._dims = dims
         self._draws = draws
         self._by_clock = by_clock
+        self._is_judged_live = is_judged_live
         self._purse = purse
         self._compared: set[Any] = set()
-        self._timings: dict[Any, Measurement] = {}  # of kinds of calls
-        self._times: list[Measurement] = []  # of all calls of the step
+        self._untimed: dict[Any, tuple[Trial, TrialSide, TrialSide]] = {}  # of kinds of calls
+        self._calls: Counter[Any] = Counter()  # of the step, by their kinds
+        self._times: list[Measurement] = []  # of all of them
         self._numbers: list[Measurement] = []
         self._failure: NumbersComparison | None = None
 
@@ -80,6 +98,22 @@ class LayoutTrial(TorchFunctionMode):
         self._draws.follow(result)
         return result
 
+    @override
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        untimed, self._untimed = self._untimed, {}
+        if exception[0] is not None or self._failure is not None:
+            return
+        for kind, (trial, *sides) in untimed.items():
+            found = trial.time(*sides)
+            if found.kind == "too_dear" and self._is_judged_live:
+                self._times.clear()
+                return
+            if found.failure:
+                self._failure = found
+                return
+            self._times += [found.measured()] * self._calls[kind]
+
     def verdict(self) -> Verdict:
         """Whether channels_last is right, and worth it."""
         if self._draws.place:
@@ -90,8 +124,9 @@ class LayoutTrial(TorchFunctionMode):
             return Verdict("refused", "no convolution ran on the first step, so nothing was tried")
         figures = together([*self._numbers, *self._times])
         before, after = figures.original_ms, figures.candidate_ms
-        if not before or not after:  # untimed
-            return Verdict("kept", measured=figures)
+        if not before or not after:
+            is_too_dear = self._by_clock and self._is_judged_live
+            return Verdict("kept", _NOT_TIMED if is_too_dear else "", measured=figures)
         measured = f"convolutions, norms and pooling at {before / after:.2f}x the speed here"
         reason = f"{measured} ({before:.1f} → {after:.1f} ms a step)"
         # As fast is not enough: what was not timed (copies at the edges, code between) may take more in another layout.
@@ -100,7 +135,11 @@ class LayoutTrial(TorchFunctionMode):
     def _try(self, func: Any, image: Tensor, args: Any, kwargs: Any) -> None:
         name = func.__name__
         kind = _kind(name, args, kwargs)
-        sides = TrialSide(func), TrialSide(func, arguments=self._in_channels_last)
+        device = image.device.type
+        autocast = functools.partial(
+            torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        )
+        sides = TrialSide(func, autocast), TrialSide(func, autocast, self._in_channels_last)
         trial = Trial(
             nn.Module(),
             args,
@@ -119,11 +158,8 @@ class LayoutTrial(TorchFunctionMode):
             self._numbers.append(compared.measured())
             self._failure = compared if compared.failure else None
         if self._by_clock and self._failure is None:
-            if kind not in self._timings:
-                found = trial.time(*sides)
-                self._failure = found if found.failure else None
-                self._timings[kind] = found.measured()
-            self._times.append(self._timings[kind])
+            self._untimed.setdefault(kind, (trial, *sides))
+            self._calls[kind] += 1
 
     def _in_channels_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def convert(tensor: Tensor) -> Tensor:

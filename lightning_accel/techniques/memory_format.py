@@ -262,6 +262,7 @@ class MemoryFormat(Technique):
             self._dims,
             LayoutDraws(device_of(self._model), foresees=True),
             by_clock=self._is_auto and self.run.decides_by_clock,
+            is_judged_live=self.run.live is not None,
             purse=self.run.purse,
         ) as trial:
             yield verdicts

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
+from lightning_accel.core.purse import Purse
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.layout_trial import LayoutTrial
 from support.models import TASKS, images
@@ -81,7 +84,53 @@ def test_what_the_run_allows_convolutions_to_be_rounded_to_is_allowed_in_the_oth
             return F.conv2d(x, weight)
         return F.conv2d(x.bfloat16(), weight.bfloat16()).float()
 
-    trial = LayoutTrial((4,), LayoutDraws(torch.device("cpu"), foresees=True), by_clock=False, purse=None)
+    draws = LayoutDraws(torch.device("cpu"), foresees=True)
+    trial = LayoutTrial((4,), draws, by_clock=False, is_judged_live=False, purse=None)
     with torch.no_grad(), allowing("conv", allowed):
         trial.__torch_function__(conv2d, (), (images(0)[0], torch.randn(16, 3, 3, 3)))
     assert trial.verdict().keep == (allowed == "bf16"), trial.verdict().reason
+
+
+class PaysWithinTheStep(Purse):
+    """Has seconds for what comes within the step, and none for what comes after it."""
+
+    is_within = True
+
+    @override
+    def can_pay(self, seconds: float) -> bool:
+        return self.is_within
+
+
+@pytest.mark.parametrize("is_judged_live", [True, False])
+def test_a_layout_that_the_run_cannot_pay_to_time_is_left_to_live_trials_if_there_are_any(is_judged_live: bool) -> None:
+    model, purse = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), PaysWithinTheStep()
+    draws = LayoutDraws(torch.device("cpu"), foresees=True)
+    with LayoutTrial((4,), draws, by_clock=True, is_judged_live=is_judged_live, purse=purse) as trial:
+        model(images(0)[0]).sum().backward()
+        purse.is_within = False
+    verdict = trial.verdict()
+    assert (verdict.keep, verdict.kind) == ((True, "kept") if is_judged_live else (False, "too_dear"))
+    assert ("whole steps decide" in verdict.reason) == is_judged_live
+
+
+def test_times_are_taken_in_the_precision_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has left its autocast by then."""
+    dtypes: set[torch.dtype] = set()
+    sound = torch.conv2d
+
+    def conv2d(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.overrides.handle_torch_function(noted, (x,), x, *args, **kwargs)
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        y = sound(*args, **kwargs)
+        dtypes.add(y.dtype)
+        return y
+
+    noted.__name__ = "conv2d"
+    monkeypatch.setattr(F, "conv2d", conv2d)
+    model, draws = nn.Conv2d(3, 16, 3), LayoutDraws(torch.device("cpu"), foresees=True)
+    trial = LayoutTrial((4,), draws, by_clock=True, is_judged_live=False, purse=None)
+    with trial, torch.autocast("cpu", torch.bfloat16):
+        model(images(0)[0])
+    assert trial.verdict().measured.original_ms
+    assert dtypes == {torch.bfloat16}

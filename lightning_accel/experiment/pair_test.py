@@ -82,6 +82,7 @@ class PairTest:
         self.alpha, self.worth = alpha, worth
         self.log_ratios: list[float] = []  # of A's time to B's, for each pair
         self._seconds = [0.0, 0.0]
+        self._longest_s = [0.0, 0.0]
         self._above = self._below = 0
 
     def __len__(self) -> int:
@@ -91,16 +92,21 @@ class PairTest:
         """Adds a pair: the times of a turn of A and of one of B."""
         ratio = math.log(original / candidate)
         self.log_ratios.append(ratio)
-        self._seconds[0] += original
-        self._seconds[1] += candidate
+        for side, seconds in enumerate((original, candidate)):
+            self._seconds[side] += seconds
+            self._longest_s[side] = max(self._longest_s[side], seconds)
         self._above += ratio > self.worth
         self._below += ratio < self.worth + TRIVIAL
 
     def outcome(self) -> Outcome:
         """Returns what is proven so far; empty if nothing."""
         pairs = len(self)
-        # A candidate that is mostly faster but sometimes very slow is no gain. So the sum must be smaller, too.
-        is_less_in_sum = self._seconds[1] * math.exp(self.worth) < self._seconds[0]
+        # A candidate that is mostly faster but sometimes very slow is no gain. So the sum must be smaller, too. The
+        # longest turn of each side is left out: the machine may have been busy just then.
+        original_s, candidate_s = (
+            whole - longest for whole, longest in zip(self._seconds, self._longest_s, strict=True)
+        )
+        is_less_in_sum = candidate_s * math.exp(self.worth) < original_s
         if is_less_in_sum and log_wealth(self._above, pairs) >= math.log(1 / self.alpha):
             return "faster"
         if log_wealth(self._below, pairs) >= math.log(1 / ALPHA_NOT_FASTER):

@@ -110,6 +110,13 @@ def test_what_is_mostly_faster_but_slower_in_sum_does_not_win() -> None:
     assert test.outcome() == ""
 
 
+def test_one_turn_that_the_machine_delays_hides_no_gain() -> None:
+    test = PairTest(alpha=0.01)
+    for at in range(20):
+        test.add(1.0, 30.0 if at == 7 else 0.9)
+    assert test.outcome() == "faster"
+
+
 def test_a_gain_has_to_be_worth_what_was_asked_for() -> None:
     cheap, dear = PairTest(alpha=0.01), PairTest(alpha=0.01, worth=math.log(1.1))
     for _ in range(20):

@@ -41,7 +41,7 @@ class Side:
 
 COMPILES_S = 35.0
 LIGHTNING = ("lightning.pytorch",)
-ACCELERATED = (*LIGHTNING, "lightning_accel")
+ACCELERATED = (*LIGHTNING, "lightning_accel.lightning.plugin")  # as a program that begins with importing AccelPlugin
 BF16 = 'Trainer(precision="bf16-mixed")'
 COMPILE = "trainer.fit(torch.compile(module), loader)"
 LOOP = (

@@ -81,12 +81,12 @@ MEASURED = {
 UNMEASURED = {
     "inplace_activations": "it has no row in what `benchmarks/techniques.py` left; what operations in place save is"
     " [claim](../claims.md) 9.",
-    "float8": "it needs a GPU, and none was at hand.",
-    "cudnn_benchmark": "it needs a GPU, and none was at hand.",
-    "graphs": "it needs a GPU, and none was at hand.",
-    "optimizer_8bit": "what it saves is states of a large model on a GPU, and none was at hand.",
+    "float8": "it needs a GPU.",
+    "cudnn_benchmark": "it needs a GPU.",
+    "graphs": "it needs a GPU.",
+    "optimizer_8bit": "what it saves is states of a large model on a GPU.",
     "loader": "what it gains is what a run of yours waits for its loader, which its report says.",
-    "padding": "what it gains is for kernels of a GPU, and none was at hand.",
+    "padding": "what it gains is for kernels of a GPU.",
 }
 
 

@@ -19,7 +19,7 @@ from lightning_accel.callbacks._summary_logger import Teller
 from lightning_accel.core.clocks import Deadline, seconds
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather
-from lightning_accel.core.step_timeline import StepTally, StepTimeline
+from lightning_accel.core.step_timeline import Driver, StepTally, StepTimeline
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import has_images
 from lightning_accel.evidence.epoch_speed import EpochSpeed
@@ -64,7 +64,7 @@ class FitInstruments:
     ) -> None:
         began = seconds()
         self._trainer = trainer
-        self.steps = self._restarted_at = 0
+        self.steps = self._restarted_at = self._reported = 0
         self._has_advised = False
         self.interval = Interval(trainer, batch_size_fn)
         self.timeline = self.interval.timeline
@@ -144,6 +144,8 @@ class FitInstruments:
         settled = has_settled(self._trainer) and not self.timeline.is_watched
         self._rests.plan(self.steps, self._allowance.part_of_steps(_TIMED_STEP_S) if settled else None)
         if self._rests.to_come:
+            self.timeline.release(self.interval)  # others may need each step's time
+            self._reported = self.timeline.ended
             if self._fetch_hooks is not None:
                 self._fetch_hooks.undo()
             if self._phases is not None:
@@ -173,9 +175,18 @@ class FitInstruments:
         steps, samples = self._rests.passed()
         if steps and self.record is not None:
             if is_timed:
-                self.timeline.steps_ended(steps, samples)
+                self._take_up(steps, samples)
             self.record.passed(outputs, steps)
             self.steps += steps
+
+    def _take_up(self, steps: int, samples: int) -> None:
+        """Reports those of the steps that no other driver has reported, or is about to."""
+        timeline = self.timeline
+        unreported = steps - (timeline.ended + timeline.is_open - self._reported)
+        if unreported > 0:
+            timeline.steps_ended(unreported)
+        self._reported = timeline.ended + timeline.is_open
+        self.interval.tally.samples += samples
 
     # -- intervals -----------------------------------------------------------------------------------------------
 
@@ -208,6 +219,11 @@ class FitInstruments:
         self.timeline.pause()
         if self._phases is not None:
             self._phases.pause()
+
+    def step_began(self) -> None:
+        """Told of a step that is to be timed. In a rest another driver may have reported steps."""
+        self.timeline.claim(self.interval, Driver.LOGGER)
+        self.timeline.step_began()
 
     def step_ended(self, batch: Any, outputs: Any) -> None:
         interval, record, phases = self.interval, self.record, self._phases

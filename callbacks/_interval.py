@@ -14,7 +14,7 @@ from lightning_accel.callbacks._nvml import EnergyMeter
 from lightning_accel.callbacks._ranks import RankEpoch, thinned
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.core.step_timeline import Driver, StepTally
+from lightning_accel.core.step_timeline import Driver, StepTally, StepTimes
 from lightning_accel.evidence.speed import FEWEST
 from lightning_accel.lightning.packages import Trainer
 
@@ -41,6 +41,7 @@ class Interval:
         self._peak_flops = peak_flops_per_sec(device, str(trainer.precision))
         self.timeline, self.tally = timeline_of(trainer), StepTally()
         self.timeline.claim(self, Driver.LOGGER)
+        self.timeline.listeners.append(self._took)
         self.flops = FlopMeter()
         self.energy = EnergyMeter.open(device)
         self.memory: PeakMemory | None = None
@@ -51,9 +52,7 @@ class Interval:
         """Begins a new interval of measurement, and forgets the present one."""
         self.flops.close()
         self.timeline.restart()
-        self.timeline.forget(self.tally.took)
         self.tally = StepTally()
-        self.timeline.listeners.append(self.tally.took)
         if self.memory is not None:
             self.memory.restart()
         self.energy.restart()
@@ -64,8 +63,13 @@ class Interval:
         """Listens no more."""
         self.flops.close()
         self.energy.close()
-        self.timeline.forget(self.tally.took)
+        self.timeline.forget(self._took)
         self.timeline.release(self)
+
+    def _took(self, step: StepTimes) -> None:
+        is_own = step.together or self.timeline.driver is self
+        # What another driver reports in a rest is without fetches: its waiting is as unknown as that of several steps.
+        self.tally.took(step if is_own else step._replace(together=1))
 
     def measured(self, all_steps: int) -> RankEpoch:
         """What the interval has come to, with ``all_steps`` steps, timed or not."""

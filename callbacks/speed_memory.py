@@ -138,7 +138,7 @@ class SpeedMemoryLogger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._fit is None:
             return
-        self._fit.timeline.step_began()
+        self._fit.step_began()
         if self._fit.ends is not None:
             self._fit.ends.step_begins(batch_idx)
         watch, steps = self._fit.watch, self._fit.steps

@@ -70,6 +70,7 @@ class StepTimeline:
         has_tails: Whether each step has a tail, which ends at :meth:`tail_ended`.
         is_watched: Whether a listener needs each step reported by itself.
         driver: Who reports steps; None if nobody does. All others only listen.
+        ended: How many steps were reported so far.
     """
 
     def __init__(self, clock: HostClock, *listeners: Callable[[StepTimes], object]) -> None:
@@ -82,7 +83,7 @@ class StepTimeline:
         self.labels: dict[Any, Any] = {}
         self.has_tails = self.is_watched = False
         self.driver: Any = None
-        self._rank = 0
+        self.ended = self._rank = 0
         self.restart()
 
     def claim(self, driver: Any, rank: Driver) -> bool:
@@ -151,6 +152,7 @@ class StepTimeline:
         phases = self._ended_phases(ended) if self._stack else None
         cycle = self._began, self._fetches, self._backward, ended, samples, is_apart, 0, self.labels, phases
         self._began, self._fetches, self._backward, self.labels = ended, [], None, {}
+        self.ended += 1
         if self.has_tails:
             self._held, self._tail = cycle, [ended]
         else:
@@ -178,6 +180,7 @@ class StepTimeline:
         """
         began, self._began = self._began, self._mark()
         labels, self.labels = self.labels, {}
+        self.ended += steps
         if began is None:
             return 0
         self._take(began, [began, began], None, self._began, samples, False, steps, labels, None, ())

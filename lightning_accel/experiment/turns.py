@@ -62,7 +62,6 @@ class Turns(Generic[Trials]):
         self.trials, self._repeats = trials, repeats
         self._timeline.listeners.append(self._took)
         self._timeline.has_tails = True
-        self._timeline.claim(self, Driver.TURNS)
 
     def stop(self) -> None:
         """Stops listening to the timeline."""
@@ -80,6 +79,9 @@ class Turns(Generic[Trials]):
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
         """Begins a step, with a batch of this many elements, perhaps the last one of an epoch."""
         self._timeline.step_began()
+        if (unreported := self._timeline.labels.get(self)) is not None:  # a step that nobody has ended
+            unreported.is_interrupted = True
+            unreported.untimed -= 1
         self._timeline.labels[self] = self._turn
         self._turn.untimed += 1
         self._turn.elements += elements
@@ -87,7 +89,7 @@ class Turns(Generic[Trials]):
 
     def step_ends(self) -> None:
         """Ends the current step, if there is one."""
-        if self._timeline.driver is self:
+        if self._timeline.claim(self, Driver.TURNS):  # a driver above has perhaps released it
             self._timeline.step_ended()
         self._timeline.tail_ended()
 

@@ -63,6 +63,8 @@ class PlainSteps:
 
     def close(self) -> None:
         """Stops listening to the timeline."""
+        if self._timeline.driver is self:
+            self._timeline.step_ended()
         self._timeline.forget(self._took)
         self._timeline.release(self)
 

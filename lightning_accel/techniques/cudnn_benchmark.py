@@ -131,8 +131,8 @@ class CudnnTiming:
     doc=(
         '``"off"`` leaves ``torch.backends.cudnn.benchmark`` as it is; ``"on"`` sets it while the run lasts; '
         '``"auto"`` has kernels timed for batches whose shapes repeat, on NVIDIA\'s cards, and live trials '
-        "decide whether that pays. ``Trainer(benchmark=False)`` cannot be told from nothing said: give "
-        '``"off"``.'
+        "decide whether that pays. The plugin cannot see ``Trainer(benchmark=False)``, which is Lightning's "
+        'default: give ``"off"``.'
     ),
     after="memory_format",
     before="compile",

@@ -130,7 +130,7 @@ def bounds(config: Any) -> tuple[float, float]:
     doc=(
         '``"off"``; or one of torchao\'s: ``"tensorwise"``, a scale a tensor, the fastest; ``"rowwise"``, a '
         'scale a row; ``"rowwise_with_gw_hp"``, which leaves the gradients of weights out, the most exact. It '
-        "changes training: layers that are faster so have it while they train, and the report says what each "
+        "changes training: only layers that run faster use float8 while they train, and the report says what each "
         "is off by."
     ),
     after=("flash_attention", "inplace_activations"),

@@ -153,7 +153,7 @@ class StepsTogether(StandInSteps):
     default="auto",
     doc=(
         '``"fused"``: all parameters of a group in one kernel; ``"foreach"``: each operation on all of them '
-        "at once; ``\"auto\"`` tries both on the run's own steps, and the fastest stays, and takes torch_xla's "
+        "at once; ``\"auto\"`` tries what may gain on the run's own steps, keeps the fastest, and takes torch_xla's "
         'steps under XLA; ``"off"``. Groups for which the user has chosen ``foreach``, ``fused``, '
         "``capturable`` or ``differentiable`` are left as they are."
     ),

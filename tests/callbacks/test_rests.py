@@ -11,6 +11,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_accel import AccelPlugin
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.settings import Plan
+from lightning_accel.tuning.trial_scheduler import MIN_TURNS
+from lightning_accel.tuning.trials import LiveTrials
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, Timed, batches, simulated
 from support.measured_runs import Folder
 
@@ -103,6 +105,33 @@ def test_losses_are_kept_of_the_same_steps_however_long_they_take(tmp_path: Path
     common = set.intersection(*(set(record.losses) for record in kept))
     assert common >= {step for step in kept[0].losses if step % 256 == 0 and step > STEPS // 2}
     assert len(common) > 10
+
+
+@pytest.mark.parametrize("speedup", [1.4, 0.8])
+def test_turns_of_live_trials_are_timed_meanwhile(speedup: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logger rests before they begin, and once they have settled: they end their steps themselves."""
+    told: list[float | None] = []
+    took = LiveTrials.took
+
+    def noted(trials: LiveTrials, seconds: float | None) -> None:
+        told.append(seconds)
+        took(trials, seconds)
+
+    monkeypatch.setattr(LiveTrials, "took", noted)
+    seen = Steps()
+    with simulated(speedup) as time:
+        plugin = AccelPlugin.from_plan(Plan().replace(**OTHERS_OFF))
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        trainer = Trainer(plugins=[plugin], accelerator="cpu", max_epochs=1, logger=False, callbacks=[seen], **quiet)
+        trainer.fit(Timed(time), batches(STEPS))
+    assert not all(seen.were_timed[: STEPS // 10])
+    assert None not in told
+    assert len(told) > (STEPS // 2 if speedup > 1 else MIN_TURNS // 4)
+    assert plugin.tuning is not None
+    assert plugin.tuning.is_settled
+    assert bool(plugin.tuning.choices) == (speedup > 1)
+    (epoch,) = seen.histories
+    assert epoch.steps == STEPS
 
 
 def test_a_run_that_fails_meanwhile_leaves_a_record_of_all_its_steps(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ FEWEST_CLASSES = 4096
     default="auto",
     doc=(
         '``"auto"`` computes the loss of large vocabularies in pieces, without the logits, where they are '
-        'asked for nothing else and that is not slower; ``"on"`` also where it is; ``"off"``.'
+        'asked for nothing else and that is not slower; ``"on"`` even where it is slower; ``"off"``.'
     ),
     after="inplace_activations",
     before="compile",

@@ -100,7 +100,7 @@ class LayoutTrial(TorchFunctionMode):
 
     @override
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         untimed, self._untimed = self._untimed, {}
         if exception[0] is not None or self._failure is not None:
             return

@@ -153,6 +153,9 @@ class StepTimeline:
         cycle = self._began, self._fetches, self._backward, ended, samples, is_apart, 0, self.labels, phases
         self._began, self._fetches, self._backward, self.labels = ended, [], None, {}
         self.ended += 1
+        if self._held is not None:  # of a driver whose steps have no tails
+            held, self._held = self._held, None
+            self._take(*held, ())
         if self.has_tails:
             self._held, self._tail = cycle, [ended]
         else:
@@ -180,9 +183,9 @@ class StepTimeline:
         """
         began, self._began = self._began, self._mark()
         labels, self.labels = self.labels, {}
-        self.ended += steps
         if began is None:
             return 0
+        self.ended += steps
         self._take(began, [began, began], None, self._began, samples, False, steps, labels, None, ())
         return steps
 

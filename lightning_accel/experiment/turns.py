@@ -78,6 +78,7 @@ class Turns(Generic[Trials]):
 
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
         """Begins a step, with a batch of this many elements, perhaps the last one of an epoch."""
+        self._timeline.claim(self, Driver.TURNS)  # which a driver above may have released
         self._timeline.step_began()
         if (unreported := self._timeline.labels.get(self)) is not None:  # a step that nobody has ended
             unreported.is_interrupted = True
@@ -89,7 +90,7 @@ class Turns(Generic[Trials]):
 
     def step_ends(self) -> None:
         """Ends the current step, if there is one."""
-        if self._timeline.claim(self, Driver.TURNS):  # a driver above has perhaps released it
+        if self._timeline.driver is self:
             self._timeline.step_ended()
         self._timeline.tail_ended()
 

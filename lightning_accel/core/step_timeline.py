@@ -154,8 +154,9 @@ class StepTimeline:
         self._began, self._fetches, self._backward, self.labels = ended, [], None, {}
         self.ended += 1
         if self._held is not None:  # of a driver whose steps have no tails
-            held, self._held = self._held, None
-            self._take(*held, ())
+            held = *self._held, ()
+            self._held = None
+            self._take(*held)
         if self.has_tails:
             self._held, self._tail = cycle, [ended]
         else:

@@ -71,9 +71,9 @@ class WeightLayout(Patch):
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_shown = False
-        self._takes_input = hasattr(convolution, convolution_method())  # transposed convolutions do not
-        self._held = MethodPatch(site, "contiguous weight", convolution, convolution_method(), _on_contiguous_weight)
-        self._input = MethodPatch(site, "input in its format", convolution, convolution_method(), self._on_laid_out)
+        self._is_held = False
+        self._has_method = hasattr(convolution, convolution_method())  # transposed convolutions do not
+        self._method = MethodPatch(site, "weight and input alike", convolution, convolution_method(), self._laid_out)
 
     @override
     def switch(self, variant: str) -> None:
@@ -87,24 +87,24 @@ class WeightLayout(Patch):
         weights had at its creation or after its first step. If strides change later, it permutes the elements of every
         gradient, without an error (torch 2.11 to 2.13).
         """
-        if not self._held.is_applied:
+        if not self._is_held:
             self._apply()
-            self._input.undo()
-            self._held.apply()
+            self._method.apply()
+            self._is_held = True
 
     def release(self) -> None:
         """Ends :meth:`hold` and gives the weight its own layout back."""
-        if self._held.is_applied:
-            self._held.undo()
+        if self._is_held:
+            self._is_held = False
             self._undo()
 
-    def _on_laid_out(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _laid_out(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Converts the input once. Otherwise a convolution converts it again in its backward pass."""
 
         def convolve(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if module is not self.convolution:  # a copy made during the run belongs to the user
-                return original(module, x, weight.contiguous(), bias)
-            if self.lays_input and x.dim() == weight.dim() and x.layout == torch.strided:  # skips unbatched images
+            if self._is_held or module is not self.convolution:  # a copy made during the run belongs to the user
+                weight = weight.contiguous()
+            elif self.lays_input and x.dim() == weight.dim() and x.layout == torch.strided:  # skips unbatched images
                 x = x.contiguous(memory_format=self._format)
             return original(module, x, weight, bias)
 
@@ -128,7 +128,7 @@ class WeightLayout(Patch):
     @override
     @torch.inference_mode(False)
     def _apply(self) -> None:
-        self._held.undo()
+        self._is_held = False
         for parameter in self._parameters:
             converted = in_format(parameter.data, self._format)
             if converted.stride() == parameter.stride():
@@ -136,24 +136,17 @@ class WeightLayout(Patch):
             self.strides[parameter] = parameter.stride()
             parameter.data = converted
             _match_gradient(parameter)
-        if self._takes_input:
-            self._input.apply()
+        if self._has_method:
+            self._method.apply()
 
     @override
     @torch.inference_mode(False)
     def _undo(self) -> None:
-        self._input.undo()
+        self._method.undo()
         for parameter, stride in self.strides.items():
             parameter.data = with_strides(parameter.data, stride)
             _match_gradient(parameter)
         self.strides.clear()
-
-
-def _on_contiguous_weight(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def convolve(self: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return original(self, x, weight.contiguous(), bias)
-
-    return convolve
 
 
 def _match_gradient(parameter: nn.Parameter) -> None:

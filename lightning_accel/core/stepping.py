@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -143,29 +144,7 @@ def make_ready(
     strange = [parameter for parameter in strange if parameter.grad is not None]
     if strange and (reason := _distributed(strange, kind, group, impl)):
         return reason
-    return _fused(kind, group, states, bool(strange)) if impl == "fused" else _foreach(group)
-
-
-def _foreach(group: Group) -> str | None:
-    for parameter in group["params"]:
-        gradient = parameter.grad
-        if gradient is not None:
-            if gradient.layout is not torch.strided:
-                return _SPARSE
-            dtype = parameter.dtype
-            if dtype not in _ANY or gradient.dtype is not dtype:
-                return _types(parameter)
-            if not (parameter.is_cpu or parameter.is_cuda):
-                return f"a parameter is on {parameter.device.type}"
-    return None
-
-
-_SPARSE = "a gradient is sparse"
-
-
-def _types(parameter: Tensor) -> str:
-    assert parameter.grad is not None
-    return f"a parameter is of {parameter.dtype} on {parameter.device.type}, its gradient of {parameter.grad.dtype}"
+    return _made_ready(kind, group, states, impl, bool(strange))
 
 
 def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
@@ -185,11 +164,16 @@ def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, im
     return None
 
 
-def _fused(
-    kind: type[Optimizer], group: Group, states: Mapping[Tensor, dict[str, Any]], is_distributed: bool
+def _made_ready(
+    kind: type[Optimizer],
+    group: Group,
+    states: Mapping[Tensor, dict[str, Any]],
+    impl: StepImpl,
+    is_distributed: bool,
 ) -> str | None:
     # One loop with as few calls as possible: it runs before every step.
-    names = FUSED[kind]
+    is_fused = impl == "fused"
+    names, on_cpu, on_gpu = (FUSED[kind], _ON_CPU, _ON_GPU) if is_fused else ((), _ANY, _ANY)
     stepping = without_state = 0
     strays = []
     for parameter in group["params"]:
@@ -198,12 +182,14 @@ def _fused(
             continue
         stepping += 1
         if gradient.layout is not torch.strided:
-            return _SPARSE
-        dtype, numel, is_cpu = parameter.dtype, parameter.numel(), parameter.is_cpu
-        if dtype not in (_ON_CPU if is_cpu else _ON_GPU) or gradient.dtype is not dtype:
-            return _types(parameter)
+            return "a gradient is sparse"
+        dtype, is_cpu = parameter.dtype, parameter.is_cpu
+        if dtype not in (on_cpu if is_cpu else on_gpu) or gradient.dtype is not dtype:
+            return f"a parameter is of {dtype} on {parameter.device.type}, its gradient of {gradient.dtype}"
         if not (is_cpu or parameter.is_cuda):
             return f"a parameter is on {parameter.device.type}"
+        if not is_fused:
+            continue
         state = states.get(parameter) or _NO_STATE
         others = [gradient]
         for name in names:
@@ -213,8 +199,8 @@ def _fused(
         without_state += len(others) == 1
         if is_distributed:
             parameter, *others = (tensor.to_local() for tensor in (parameter, *others))
-            numel = parameter.numel()
         if parameter.is_contiguous():
+            numel = parameter.numel()
             for other in others:
                 if not other.is_contiguous() or other.numel() != numel or other.dtype is not dtype:
                     return _LAYOUT
@@ -264,15 +250,11 @@ def own_steps(group: Group, states: Mapping[Tensor, dict[str, Any]]) -> Iterator
     That is on the host, in float32, or in float64 if that is the default dtype.
     """
     dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
-    away = [
-        (parameter, step)
-        for parameter in group["params"]
-        if isinstance(step := states.get(parameter, {}).get("step"), Tensor)
-        and (step.dtype is not dtype or not step.is_cpu)
-    ]
-    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    for parameter, step in away:
-        by_device.setdefault(step.device, []).append((parameter, step))
+    by_device: defaultdict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for parameter in group["params"]:
+        step = states.get(parameter, {}).get("step")
+        if isinstance(step, Tensor) and (step.dtype is not dtype or not step.is_cpu):
+            by_device[step.device].append((parameter, step))
     for found in by_device.values():
         # One copy for all: each copy waits for the device.
         values = torch.stack([step for _, step in found]).to("cpu", dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.autograd import profiler, profiler_legacy
@@ -82,11 +82,8 @@ def giving_way(end: Callable[[], Any], lose: Callable[[], Any]) -> Iterator[None
 
         return __init__
 
-    patch = AttributePatch("", "makes way", profiler.profile, "__init__", made(profiler.profile.__init__))
-    patch.apply()
-    restore = before_profilers(lose)
-    try:
+    with ExitStack() as stack:
+        patch = AttributePatch("", "makes way", profiler.profile, "__init__", made(profiler.profile.__init__))
+        stack.enter_context(applied(patch))
+        stack.callback(before_profilers(lose))
         yield
-    finally:
-        restore()
-        patch.undo()

@@ -78,7 +78,7 @@ class StepTimeline:
         # Looked up once, since a step uses each of them several times.
         self._mark, self._elapsed, self._unit_ms = clock.mark, clock.elapsed, clock.unit_ms
         self._take = self._read if clock.is_host else self._keep
-        self._pending: deque[tuple[Any, ...]] = deque()  # (last instant of a cycle, its parts)
+        self._pending: deque[tuple[Any, Any, Sequence[Any]]] = deque()  # (last instant of a cycle, its parts, its tail)
         self._held: tuple[Any, ...] | None = None  # the parts of a cycle whose tail is open
         self.labels: dict[Any, Any] = {}
         self.has_tails = self.is_watched = False
@@ -154,13 +154,11 @@ class StepTimeline:
         self._began, self._fetches, self._backward, self.labels = ended, [], None, {}
         self.ended += 1
         if self._held is not None:  # of a driver whose steps have no tails
-            held = *self._held, ()
-            self._held = None
-            self._take(*held)
+            self._take_held()
         if self.has_tails:
             self._held, self._tail = cycle, [ended]
         else:
-            self._take(*cycle, ())
+            self._take(cycle, ())
 
     def mark_aside(self) -> None:
         """Begins or ends time that counts neither for the current step nor for its tail, as for a checkpoint."""
@@ -172,9 +170,11 @@ class StepTimeline:
     def tail_ended(self) -> None:
         """Ends the tail of the last step, if it has one, and reports the step."""
         if self._held is not None:
-            cycle = *self._held, [*self._tail, self._mark()]
-            self._held, self._tail = None, []
-            self._take(*cycle)
+            self._take_held(*self._tail, self._mark())
+
+    def _take_held(self, *tail: Any) -> None:
+        cycle, self._held, self._tail = self._held, None, []
+        self._take(cycle, tail)
 
     def steps_ended(self, steps: int, samples: int = 0) -> int:
         """Ends several steps at once. Their cycles are equal parts of the time since the last end.
@@ -187,7 +187,7 @@ class StepTimeline:
         if began is None:
             return 0
         self.ended += steps
-        self._take(began, [began, began], None, self._began, samples, False, steps, labels, None, ())
+        self._take((began, [began, began], None, self._began, samples, False, steps, labels, None), ())
         return steps
 
     def pause(self) -> None:
@@ -242,33 +242,22 @@ class StepTimeline:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def _keep(self, *cycle: Any) -> None:
-        *_, ended, _, _, _, _, _, tail = cycle
-        self._pending.append((tail[-1] if tail else ended, cycle))
+    def _keep(self, cycle: Any, tail: Sequence[Any]) -> None:
+        self._pending.append((tail[-1] if tail else cycle[3], cycle, tail))
         self._read_passed()
 
     def _read_passed(self) -> None:
         # All instants are in one stream: if one has passed, all earlier ones have passed too.
         while self._pending and self.clock.has_passed(self._pending[0][0]):
-            self._read(*(cycle := self._pending.popleft()[1]))
-            began, fetches, backward, *_, phases, tail = cycle
+            _, cycle, tail = self._pending.popleft()
+            self._read(cycle, tail)
+            began, fetches, backward, *_, phases = cycle
             # The end of a cycle is kept, as it is the beginning of the next.
             switched = [] if phases is None else [switch.mark for switch in phases[1][:-1]]
             self.clock.release((*fetches, backward, began, *switched, *tail[1:]))
 
-    def _read(
-        self,
-        began: Any,
-        fetches: list[Any],
-        backward: Any,
-        ended: Any,
-        samples: int,
-        is_apart: bool,
-        together: int,
-        labels: Mapping[Any, Any],
-        phases: Any,
-        tail: Sequence[Any],
-    ) -> None:
+    def _read(self, cycle: Any, tail: Sequence[Any]) -> None:
+        began, fetches, backward, ended, samples, is_apart, together, labels, phases = cycle
         elapsed, ms = self._elapsed, self._unit_ms
         opened = fetches[0]
         waited = elapsed(fetches[1], opened)

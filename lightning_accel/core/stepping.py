@@ -43,6 +43,7 @@ _ON_GPU = (*_ON_CPU, torch.bfloat16)
 """Dtypes on a GPU. In float16, fused kernels do not overflow where torch's other steps do: more than rounding."""
 
 _ANY = (*_ON_GPU, torch.float16)
+_PLAIN = (nn.Parameter, Tensor)
 
 # What a subclass may override without changing how parameters are stepped.
 _HARMLESS = {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
@@ -85,7 +86,7 @@ def own_choice(group: Group) -> str | None:
 
 def knows_distributed(kind: type[Optimizer], group: Group, impl: StepImpl) -> bool:
     """Returns whether ``impl`` can step a group in which all parameters that are not plain tensors are DTensors."""
-    return kind in _DISTRIBUTED[impl] or all(type(p) in (Tensor, nn.Parameter) for p in group["params"])
+    return kind in _DISTRIBUTED[impl] or all(type(p) in _PLAIN for p in group["params"])
 
 
 def is_one_operation(kind: type[Optimizer], group: Group) -> bool:
@@ -95,7 +96,7 @@ def is_one_operation(kind: type[Optimizer], group: Group) -> bool:
 
 def is_foreach_by_itself(group: Group) -> bool:
     """Returns whether torch steps a group by foreach by default: on accelerators."""
-    return all(p.device.type != "cpu" and type(p) in (Tensor, nn.Parameter) for p in group["params"])
+    return all(p.device.type != "cpu" and type(p) in _PLAIN for p in group["params"])
 
 
 def has_fused(kind: type[Optimizer], device_type: str, dtype: torch.dtype) -> bool:
@@ -138,39 +139,11 @@ def make_ready(
     A fused kernel reads the step counts in ``states`` in float32 and on the parameter's device. They are moved there.
     """
     reason = why_never(kind, group, impl)
+    strange = [p for p in group["params"] if type(p) not in _PLAIN and p.grad is not None]
+    if reason is None and strange:
+        reason = _why_not_distributed(strange, kind, group, impl)
     if reason is not None:
         return reason
-    strange = [p for p in group["params"] if type(p) is not nn.Parameter and type(p) is not Tensor]
-    strange = [parameter for parameter in strange if parameter.grad is not None]
-    if strange and (reason := _distributed(strange, kind, group, impl)):
-        return reason
-    return _made_ready(kind, group, states, impl, bool(strange))
-
-
-def _distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
-    """Returns why tensors of special types cannot be stepped; None if all are DTensors of one mesh, gradients alike."""
-    # Not imported here, which is slow: it is loaded if there are any.
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    for parameter in strange:
-        if type(parameter) is not distributed:
-            return f"a parameter is a {type(parameter).__name__}"
-        if type(parameter.grad) is not distributed or parameter.grad.placements != parameter.placements:
-            return "a gradient is distributed otherwise than its parameter"
-    if kind not in _DISTRIBUTED[impl]:
-        return f"torch has no {impl} step of {kind.__name__} for distributed parameters"
-    stepping = sum(parameter.grad is not None for parameter in group["params"])
-    if len(strange) < stepping or any(parameter.device_mesh != strange[0].device_mesh for parameter in strange):
-        return "not all of its parameters are distributed over the same processes"
-    return None
-
-
-def _made_ready(
-    kind: type[Optimizer],
-    group: Group,
-    states: Mapping[Tensor, dict[str, Any]],
-    impl: StepImpl,
-    is_distributed: bool,
-) -> str | None:
     # One loop with as few calls as possible: it runs before every step.
     is_fused = impl == "fused"
     names, on_cpu, on_gpu = (FUSED[kind], _ON_CPU, _ON_GPU) if is_fused else ((), _ANY, _ANY)
@@ -197,7 +170,7 @@ def _made_ready(
             if value is not None:
                 others.append(value)
         without_state += len(others) == 1
-        if is_distributed:
+        if strange:
             parameter, *others = (tensor.to_local() for tensor in (parameter, *others))
         if parameter.is_contiguous():
             numel = parameter.numel()
@@ -215,6 +188,23 @@ def _made_ready(
         return "some of its parameters have no momentum yet"  # torch 2.11 to 2.13 raise
     for state, step, device in strays:
         state["step"] = step.to(device, torch.float32)
+    return None
+
+
+def _why_not_distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:
+    """Returns why tensors of special types cannot be stepped; None if all are DTensors of one mesh, gradients alike."""
+    # Not imported here, which is slow: it is loaded if there are any.
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    for parameter in strange:
+        if type(parameter) is not distributed:
+            return f"a parameter is a {type(parameter).__name__}"
+        if type(parameter.grad) is not distributed or parameter.grad.placements != parameter.placements:
+            return "a gradient is distributed otherwise than its parameter"
+    if kind not in _DISTRIBUTED[impl]:
+        return f"torch has no {impl} step of {kind.__name__} for distributed parameters"
+    stepping = sum(parameter.grad is not None for parameter in group["params"])
+    if len(strange) < stepping or any(parameter.device_mesh != strange[0].device_mesh for parameter in strange):
+        return "not all of its parameters are distributed over the same processes"
     return None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+
+from lightning_accel.core.patch import temporarily
 
 
 def dynamo_is_loaded() -> bool:
@@ -55,19 +57,15 @@ def _eval_frame() -> ModuleType:
     return importlib.import_module("torch._dynamo.eval_frame")
 
 
-@contextmanager
-def outside_of_ddp() -> Iterator[None]:
+def outside_of_ddp() -> AbstractContextManager[None]:
     """Makes Dynamo capture whole graphs inside DDP's forward pass: ``_active_ddp_module``, since torch 1.12.
 
     Dynamo would split graphs at DDP's buckets, even inside attention; the public setting holds for the whole process.
     Without the name graphs are split, and attention across a split is left alone.
     """
-    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    DistributedDataParallel._active_ddp_module = None
-    try:
-        yield
-    finally:
-        DistributedDataParallel._active_ddp_module = active
+    name = "_active_ddp_module"
+    read = functools.partial(getattr, DistributedDataParallel, name, None)
+    return temporarily(read, functools.partial(setattr, DistributedDataParallel, name), None)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -20,18 +20,21 @@ def eager_call(module: nn.Module | type[nn.Module]) -> Callable[..., Any]:
     return module._call_impl
 
 
-def _attribute_of_hooks(register: Callable[..., RemovableHandle]) -> str:
-    """Returns the attribute in which a module keeps the hooks of ``register``, found through the handle."""
+def _attribute_filled_by(add: Callable[..., object], **added: Any) -> str:
+    """Returns the attribute in which a module keeps what ``add`` adds to it, found by adding one."""
     module = nn.Module()
-    hooks = register(module, lambda *args: None).hooks_dict_ref()
-    return next(name for name, value in vars(module).items() if value is hooks)
+    add(module, **added)
+    return next(name for name, value in vars(module).items() if isinstance(value, dict) and value)
 
 
-_HOOKS = (
-    _attribute_of_hooks(nn.Module.register_forward_hook),
-    _attribute_of_hooks(nn.Module.register_forward_pre_hook),
-    _attribute_of_hooks(nn.Module.register_full_backward_hook),
-    _attribute_of_hooks(nn.Module.register_full_backward_pre_hook),
+_HOOKS = tuple(
+    _attribute_filled_by(register, hook=lambda *args: None)
+    for register in (
+        nn.Module.register_forward_hook,
+        nn.Module.register_forward_pre_hook,
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+    )
 )
 
 
@@ -44,14 +47,10 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return tuple(vars(module).get(name) or {} for name in _HOOKS)
 
 
-def _attribute_of_parts(part: Any) -> str:
-    """Returns the attribute in which a module keeps parts of this kind, found by setting one."""
-    module = nn.Module()
-    module.part = part
-    return next(name for name, value in vars(module).items() if isinstance(value, dict) and "part" in value)
-
-
-_PARTS = tuple(map(_attribute_of_parts, (nn.Module(), nn.Parameter(torch.empty(0)), nn.Buffer(torch.empty(0)))))
+_PARTS = tuple(
+    _attribute_filled_by(nn.Module.__setattr__, name="part", value=part)
+    for part in (nn.Module(), nn.Parameter(torch.empty(0)), nn.Buffer(torch.empty(0)))
+)
 
 
 def parts_of(module: nn.Module) -> list[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import _C
 
+from lightning_accel.core.patch import AttributePatch
+
 
 def stop_legacy_profiler() -> list[list[Any]]:
     """Stops autograd's first profiler and returns its events by thread: ``_disable_profiler_legacy``, torch 1.9.
@@ -31,12 +33,9 @@ def before_profilers(tell: Callable[[], Any]) -> Callable[[], None]:
         tell()
         return enable(*args, **kwargs)
 
-    profilers._enable_profiler = enable_profiler
-
-    def restore() -> None:
-        profilers._enable_profiler = enable
-
-    return restore
+    patch = AttributePatch("", "tells of it", profilers, "_enable_profiler", enable_profiler)
+    patch.apply()
+    return patch.undo
 
 
 def record_memory_history(*, is_on: bool) -> None:

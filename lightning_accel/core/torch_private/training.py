@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.core.patch import AttributePatch, PatchSet, applied
 
 
 def exposed_communication(wrapped: DistributedDataParallel) -> float:
@@ -77,7 +78,6 @@ def told_of_loading(told: Callable[[float], object]) -> Iterator[None]:
     fetchers = getattr(getattr(torch.utils.data, "_utils", None), "fetch", None)
     found = {} if fetchers is None else vars(fetchers)
     kinds: list[Any] = [kind for kind in found.values() if isinstance(kind, type)]
-    edited = [(kind, kind.__dict__["fetch"]) for kind in kinds if "fetch" in vars(kind)]
     thread = threading.get_ident()
 
     def telling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,10 +98,11 @@ def told_of_loading(told: Callable[[float], object]) -> Iterator[None]:
 
         return fetch
 
-    for kind, original in edited:
-        kind.fetch = telling(original)
-    try:
+    with applied(
+        PatchSet(
+            AttributePatch(kind.__name__, "tells of it", kind, "fetch", telling(vars(kind)["fetch"]))
+            for kind in kinds
+            if "fetch" in vars(kind)
+        )
+    ):
         yield
-    finally:
-        for kind, original in edited:
-            kind.fetch = original

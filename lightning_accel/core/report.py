@@ -70,7 +70,7 @@ class TechniqueReport:
 
     def change(self, state: TechniqueState, status: str = "", *, is_on: bool | None = None) -> None:
         """Changes the state and what is given with it. Nothing else changes the state."""
-        assert state == self.state or (self.state, state) in TECHNIQUE_CHANGES, f"{self.state} → {state}"
+        assert state == self.state or state in TECHNIQUE_CHANGES.get(self.state, ()), f"{self.state} → {state}"
         self.state, self.status = state, status or self.status
         self.is_on = self.is_on if is_on is None else is_on
 
@@ -138,8 +138,10 @@ class Report:
         self.purse = purse
         self.page: Callable[[], str] | None = None  # returns the HTML page of a finished run
         self._notes: dict[str, str] = {}
-        if device:
-            self._note_versions()
+        release = str(getattr(sys.modules.get("torch"), "__version__", "0.0"))
+        major, minor = (int(number) for number in release.split(".")[:2])
+        if device and (major, minor) > NEWEST_TORCH:
+            self.note(f"torch {major}.{minor} is newer than those tested: changes are checked as ever")
 
     @property
     def notes(self) -> list[str]:
@@ -184,12 +186,6 @@ class Report:
         if key:
             self._notes.pop(key, None)
         self._notes.setdefault(key or line, line)
-
-    def _note_versions(self) -> None:
-        release = str(getattr(sys.modules.get("torch"), "__version__", "0.0"))
-        major, minor = (int(number) for number in release.split(".")[:2])
-        if (major, minor) > NEWEST_TORCH:
-            self.note(f"torch {major}.{minor} is newer than those tested: changes are checked as ever")
 
     def summary(self) -> str:
         """Returns one line for each technique: its status, and how many sites it changed and left alone."""

@@ -15,30 +15,20 @@ VerdictKind = Literal["kept", "refused", "failed", "untried", "too_dear"]
 
 TechniqueState = Literal["off", "unavailable", "waiting", "decided", "left out", "reverted"]
 
-SITE_CHANGES: Mapping[tuple[SiteState | None, SiteState], str] = {
-    (None, "PROPOSED"): "the technique proposes an edit",
-    (None, "ON"): "the technique acts beside the model: on batches, on a loader",
-    (None, "OFF"): "the technique leaves the site alone",
-    ("PROPOSED", "ON"): "the edit is applied: its trial allows it, or it needs no trial",
-    ("PROPOSED", "OFF"): "its trial refuses the edit, or the edit cannot be applied",
-    ("ON", "ON"): "the technique does something else there, or more is known about it",
-    ("ON", "OFF"): "the edit is undone",
-    ("OFF", "PROPOSED"): "the technique proposes an edit after all",
-    ("OFF", "ON"): "the technique uses an edit that it has kept ready",
-    ("OFF", "OFF"): "there is another reason",
+SITE_CHANGES: Mapping[SiteState | None, tuple[SiteState, ...]] = {
+    None: ("PROPOSED", "ON", "OFF"),
+    "PROPOSED": ("ON", "OFF"),
+    "ON": ("ON", "OFF"),
+    "OFF": ("PROPOSED", "ON", "OFF"),
 }
-"""(before, after) → when. None stands for a site that nobody has named yet."""
+"""State → the states that may follow; docs/states.md says when. None stands for a site that nobody has named yet."""
 
-TECHNIQUE_CHANGES: Mapping[tuple[TechniqueState, TechniqueState], str] = {
-    ("off", "unavailable"): "the machine lacks what the technique needs",
-    ("off", "waiting"): "the plan has the technique",
-    ("off", "decided"): "it is decided elsewhere, as the precision of a Trainer is",
-    ("waiting", "decided"): "verdicts hold, or there is nothing to decide",
-    ("waiting", "left out"): "the run cannot pay for its trial",
-    ("waiting", "reverted"): "its edits are undone for the rest of the run",
-    ("decided", "reverted"): "its edits are undone for the rest of the run",
+TECHNIQUE_CHANGES: Mapping[TechniqueState, tuple[TechniqueState, ...]] = {
+    "off": ("unavailable", "waiting", "decided"),
+    "waiting": ("decided", "left out", "reverted"),
+    "decided": ("reverted",),
 }
-"""(before, after) → when."""
+"""State → the states that may follow; docs/states.md says when."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,7 @@ class Sites(dict[str, SiteChanged]):
         """
         last = self.get(site)
         before = None if last is None else last.after
-        if (before, after) not in SITE_CHANGES:
+        if after not in SITE_CHANGES[before]:
             raise ValueError(f"{self._technique}: the site {site!r} cannot change from {before} to {after}.")
         if after != before:
             self.pop(site, None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -23,13 +23,14 @@ def table(heading: str) -> list[list[str]]:
     return rows[2:]
 
 
-def rows(changes: Iterable[tuple[tuple[str | None, str], str]]) -> list[list[str]]:
-    return [[before or "—", after, when] for (before, after), when in changes]
+def rows(changes: Mapping[Any, Sequence[str]]) -> list[list[str]]:
+    return [[before or "—", after] for before, others in changes.items() for after in others]
 
 
 def test_the_page_has_the_tables_of_the_code() -> None:
-    assert table("Sites") == rows(SITE_CHANGES.items())
-    assert table("Techniques") == rows(TECHNIQUE_CHANGES.items())
+    for heading, changes in (("Sites", SITE_CHANGES), ("Techniques", TECHNIQUE_CHANGES)):
+        assert [row[:2] for row in table(heading)] == rows(changes)
+        assert all(when for _, _, when in table(heading))
     assert [kind for kind, _ in table("Verdicts")] == list(get_args(VerdictKind))
 
 
@@ -43,7 +44,7 @@ def sites_in(before: SiteState | None) -> Sites:
 @pytest.mark.parametrize(("before", "after"), [*itertools.product([None, *get_args(SiteState)], get_args(SiteState))])
 def test_a_site_changes_as_the_table_says_and_in_no_other_way(before: SiteState | None, after: SiteState) -> None:
     sites = sites_in(before)
-    if (before, after) not in SITE_CHANGES:
+    if after not in SITE_CHANGES[before]:
         with pytest.raises(ValueError, match=f"'a' cannot change from {before} to {after}"):
             sites.change("a", after)
         return
@@ -58,7 +59,7 @@ def test_a_technique_changes_as_the_table_says_and_in_no_other_way(
     before: TechniqueState, after: TechniqueState
 ) -> None:
     record = TechniqueReport("fake", before, "as it was")
-    if (before, after) not in TECHNIQUE_CHANGES:
+    if after not in TECHNIQUE_CHANGES.get(before, ()):
         with pytest.raises(AssertionError):
             record.change(after, "other")
         assert (record.state, record.status) == (before, "as it was")

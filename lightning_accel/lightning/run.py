@@ -231,10 +231,7 @@ class Run:
         if self._purse is None or may_lack_memory(self._module.trainer.strategy.root_device):
             return
         with self._purse.paying("switching"):
-            if is_plain:
-                self.pipeline.stand_aside()
-            else:
-                self.pipeline.stand()
+            self.pipeline.let_stand(not is_plain)
 
     def _may_look(self) -> bool:
         """Returns whether to search for tensors of earlier steps before a switch: more rarely if steps are short."""

@@ -159,23 +159,13 @@ class StepPipeline:
             layer.apply()
             self._layers.append(layer)
 
-    def stand_aside(self) -> None:
-        """Disables all layers until :meth:`stand`."""
-        self._let_stand(False)
-
-    def stand(self) -> None:
-        """Enables all layers again."""
-        self._let_stand(True)
-
-    def _let_stand(self, stands: bool) -> None:
+    def let_stand(self, stands: bool) -> None:
+        """Enables all layers, or disables them until they are enabled again."""
         # Live trials call this between two steps, so each method is composed only once, for all its layers.
         chains = {id(chain): chain for layer in self._layers for chain in layer.chains}
         for layer in self._layers:
             layer.stands = stands
-            if stands:
-                layer.companions.apply()
-            else:
-                layer.companions.undo()
+            (layer.companions.apply if stands else layer.companions.undo)()
         for chain in chains.values():
             chain.compose()
 

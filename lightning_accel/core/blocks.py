@@ -92,7 +92,10 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         cost = len(sizes) + max(sizes) + leaves - sum(sizes)
         if not best or cost < best_cost:
             best, best_cost = level, cost
-        finer = _finer(level, candidates)
+        finer: dict[str, nn.Module] = {}
+        for name, module in level.items():
+            inner = _outermost({n: m for n, m in candidates.items() if n.startswith(f"{name}.")})
+            finer |= inner if len(inner) > 1 else {name: module}
         level = finer if finer.keys() != level.keys() else {}
     return best
 
@@ -116,14 +119,6 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {n: m for n, m in modules.items() if not any(n.startswith(f"{other}.") for other in modules)}
-
-
-def _finer(level: dict[str, nn.Module], candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    finer: dict[str, nn.Module] = {}
-    for name, module in level.items():
-        inner = _outermost({n: m for n, m in candidates.items() if n.startswith(f"{name}.")})
-        finer.update(inner if len(inner) > 1 else {name: module})
-    return finer
 
 
 def _leaves(module: nn.Module) -> int:

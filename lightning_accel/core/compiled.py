@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -28,22 +28,11 @@ RUNS_EAGERLY = "runs_eagerly"
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether calls of this module itself are compiled: ``module.compile()`` or ``torch.compile(module)``."""
-    return (
-        _was_compiled_by_lightning(module)
-        or _FORWARD_PATCH in vars(module)
-        or _has_compiled_call(module)
-        or type(module).__name__ == "OptimizedModule"
-    )
-
-
-def _has_compiled_call(module: nn.Module) -> bool:
-    call = compiled_call(module)
-    return call is not None and not getattr(call, RUNS_EAGERLY, False)
-
-
-def _was_compiled_by_lightning(module: nn.Module) -> bool:
-    """Returns whether Lightning was given ``torch.compile(module)``: it puts compiled methods on the original."""
-    return any(hasattr(vars(module).get(name), "get_compiler_config") for name in ("forward", "training_step"))
+    own, call = vars(module), compiled_call(module)
+    # Lightning, if it is given torch.compile(module), puts compiled methods on the original.
+    by_lightning = any(hasattr(own.get(name), "get_compiler_config") for name in ("forward", "training_step"))
+    is_called_compiled = call is not None and not getattr(call, RUNS_EAGERLY, False)
+    return by_lightning or is_called_compiled or _FORWARD_PATCH in own or type(module).__name__ == "OptimizedModule"
 
 
 def is_inside_compiled(model: nn.Module, site: str) -> bool:
@@ -168,15 +157,11 @@ def is_gathered_by_hooks(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-@contextmanager
-def eager_where_compiled(model: nn.Module) -> Iterator[None]:
+def eager_where_compiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Runs compiled parts of ``model`` eagerly, for a step under a dispatch mode or a function mode.
 
     Compiled code called under a dispatch mode stays eager afterwards, and under a function mode is compiled again
     (torch 2.13). The stance ``force_eager`` prevents both.
     """
-    if any(is_compiled(module) for module in model.modules()):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
+    has_compiled = any(is_compiled(module) for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_accel.core.engine_var import EngineVar
+from lightning_accel.core.patch import AttributePatch, applied
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -36,20 +37,16 @@ def dropout_off(module: nn.Module) -> Iterator[list[float]]:
         The rates that were switched off.
     """
     dropouts = [m for m in module.modules() if isinstance(m, DROPOUTS) and m.training]
-    attentions = {m: m.dropout for m in module.modules() if isinstance(m, nn.MultiheadAttention) and m.dropout > 0}
-    rates = [m.p for m in dropouts] + [rate for m, rate in attentions.items() if m.training]
-    try:
+    attentions = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention) and m.dropout > 0]
+    rates = [m.p for m in dropouts] + [m.dropout for m in attentions if m.training]
+    with ExitStack() as stack:
         for dropout in dropouts:
-            dropout.training = False
+            stack.enter_context(applied(AttributePatch("", "off", dropout, "training", False)))
         for attention in attentions:
-            attention.dropout = 0.0
-        with _is_off.being(True), _NoDropout(rates):
-            yield rates
-    finally:
-        for dropout in dropouts:
-            dropout.training = True
-        for attention, rate in attentions.items():
-            attention.dropout = rate
+            stack.enter_context(applied(AttributePatch("", "off", attention, "dropout", 0.0)))
+        stack.enter_context(_is_off.being(True))
+        stack.enter_context(_NoDropout(rates))
+        yield rates
 
 
 class _NoDropout(TorchFunctionMode):

@@ -8,8 +8,8 @@ import functools
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lightning_accel.core.clocks import Stopwatch
@@ -69,12 +69,9 @@ def page_fault_ms() -> float:
 
 def heap_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the environment variables with which the user has configured the heap."""
-    names = [name for name in (*_DISABLE_ITS_RULE, "MALLOC_ARENA_MAX", "MALLOC_CONF") if environment.get(name)]
-    if "malloc" in environment.get("GLIBC_TUNABLES", ""):
-        names.append("GLIBC_TUNABLES")
-    if environment.get("LD_PRELOAD"):
-        names.append("LD_PRELOAD")
-    return {name: environment[name] for name in names}
+    names = (*_DISABLE_ITS_RULE, "MALLOC_ARENA_MAX", "MALLOC_CONF", "GLIBC_TUNABLES", "LD_PRELOAD")
+    given = {name: environment[name] for name in names if environment.get(name)}
+    return {name: value for name, value in given.items() if name != "GLIBC_TUNABLES" or "malloc" in value}
 
 
 def heap_in_use() -> str:
@@ -85,28 +82,17 @@ def heap_in_use() -> str:
     if sys.platform != "linux":
         return ""
     process = ctypes.CDLL(None)
-    found = _DlInfo()
+    found = (ctypes.c_char_p * 4)()  # Dl_info of dladdr(3), which begins with the library's file name
     try:
         # Not malloc: if a program takes its address (Debian's Python 3.14), dladdr() finds a stub in the program.
         of_the_heap = ctypes.cast(process.malloc_usable_size, ctypes.c_void_p)
         found_any = process.dladdr(of_the_heap, ctypes.byref(found))
     except AttributeError:
         return ""
-    name = Path(os.fsdecode(found.dli_fname)).name if found_any and found.dli_fname else ""
+    name = Path(os.fsdecode(found[0])).name if found_any and found[0] else ""
     if name.startswith("libc.so") and hasattr(process, "gnu_get_libc_version"):
         return GLIBC
     return next((one for one in (JEMALLOC, TCMALLOC) if one in name), name)
-
-
-class _DlInfo(ctypes.Structure):
-    """``Dl_info`` of dladdr(3)."""
-
-    _fields_ = (
-        ("dli_fname", ctypes.c_char_p),
-        ("dli_fbase", ctypes.c_void_p),
-        ("dli_sname", ctypes.c_char_p),
-        ("dli_saddr", ctypes.c_void_p),
-    )
 
 
 class Heap:
@@ -134,12 +120,12 @@ class Heap:
 
     def keep_free_memory(self) -> None:
         """Keeps freed memory in the process, for the next step."""
-        self._note_plain_threshold()
+        self._threshold_before()
         self._set(_KEPT_FROM_MMAP, _NEVER_TRIMMED)
 
     def as_it_was(self) -> None:
         """Restores the threshold from before :meth:`keep_free_memory` and returns free memory to the system."""
-        threshold = self._note_plain_threshold()
+        threshold = self._threshold_before()
         self._set(threshold, max(_FIRST_MMAP_THRESHOLD, 2 * threshold))
         release_free_memory()
 
@@ -149,21 +135,15 @@ class Heap:
         Heap._plain_threshold = _LAST_MMAP_THRESHOLD
         release_free_memory()
 
-    def mmap_threshold(self) -> int:
-        """Measures from how many bytes on glibc requests a piece directly from the system, to within 10 %.
+    def _threshold_before(self) -> int:
+        """Measures once from how many bytes on glibc requests a piece directly from the system, to within 10 %.
 
         The measurement frees pieces up to 10 % larger than the threshold, so it may raise the threshold by as much.
         """
-        found: list[int] = []
-        # A new thread has its own part of the heap, without free pieces that malloc would use first.
-        prober = threading.Thread(target=lambda: found.append(self._probed_threshold()))
-        prober.start()
-        prober.join()
-        return found[0]
-
-    def _note_plain_threshold(self) -> int:
         if Heap._plain_threshold is None:
-            Heap._plain_threshold = self.mmap_threshold()
+            # A new thread has its own part of the heap, without free pieces that malloc would use first.
+            with ThreadPoolExecutor(1) as prober:
+                Heap._plain_threshold = prober.submit(self._probed_threshold).result()
         return Heap._plain_threshold
 
     def _probed_threshold(self) -> int:

@@ -114,7 +114,8 @@ def _default_device_type() -> str:
     # In Lightning's order and with Lightning's checks.
     if _ask_tpus("num_available_devices"):
         return "xla"
-    if _has_apple_gpu():
+    is_disabled = os.environ.get("DISABLE_MPS", "0") == "1"  # Lightning's switch for opting out
+    if not is_disabled and torch.backends.mps.is_available() and platform.processor() in ("arm", "arm64"):
         return "mps"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -135,11 +136,6 @@ def _ask_tpus(question: str) -> Any:
         return getattr(tpu_library(), question)()
     except Exception:  # not installed, built for another torch or not configured: no TPU
         return None
-
-
-def _has_apple_gpu() -> bool:
-    is_disabled = os.environ.get("DISABLE_MPS", "0") == "1"  # Lightning's switch for opting out
-    return not is_disabled and torch.backends.mps.is_available() and platform.processor() in ("arm", "arm64")
 
 
 def _installed_kernels() -> frozenset[str]:

@@ -11,12 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-def holds_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Returns whether ``optimizer`` steps at least one parameter of ``model``."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-
 def living_optimizers(model: nn.Module) -> list[Optimizer]:
     """Returns the optimizers in this process that hold a parameter of ``model``.
 
@@ -30,7 +24,8 @@ def living_optimizers(model: nn.Module) -> list[Optimizer]:
     # Instances refer to their class. To list all objects and check each takes twice as long.
     found: list[Any] = [thing for thing in gc.get_referrers(*kinds) if id(type(thing)) in ids]
     stepping = [optimizer for optimizer in found if "param_groups" in vars(optimizer) and not _wraps_another(optimizer)]
-    return [optimizer for optimizer in stepping if holds_parameters(optimizer, model)]
+    own = {id(parameter) for parameter in model.parameters()}
+    return [one for one in stepping if any(id(p) in own for group in one.param_groups for p in group["params"])]
 
 
 def are_all(optimizers: Sequence[Optimizer], model: nn.Module) -> bool:

@@ -110,7 +110,8 @@ def read(name: str, value: Any, kind: Any, more: str = "") -> Any:
     choices = choices_of(kind)
     words = [repr(choice) for choice in choices] + [said for one in kinds if (said := _said(one))]
     allowed = ", ".join([*words, *filter(None, [more])])
-    takes = {type(choice) for choice in choices} | {_type_of(one) for one in kinds}
+    takes = {type(choice) for choice in choices}
+    takes |= {get_args(one)[0] if get_origin(one) is Annotated else one for one in kinds}
     error = ValueError if type(value) in takes else TypeError
     raise error(f"{name}={value!r}{nearest(str(value), [*map(str, choices)]) or '.'} Allowed: {allowed}.")
 
@@ -163,7 +164,3 @@ def _said(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Options):
         return f"{kind.__name__}({'=, '.join(field.name for field in fields(kind))}=)"
     return {bool: "True, False", int: "a number", str: "text", NoneType: "None"}.get(kind, "")
-
-
-def _type_of(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind

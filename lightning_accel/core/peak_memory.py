@@ -7,22 +7,12 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
 from lightning_accel.core.device import with_index
-
-
-@dataclass(frozen=True)
-class _Books:
-    """A peak counter: that of torch's allocator, or the system's for this process."""
-
-    source: str
-    read: Callable[[], int]
-    reset: Callable[[], object] | None
 
 
 class PeakMemory:
@@ -37,41 +27,41 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         device = with_index(device)
-        self._books = _books_of(device)
+        self.source, self._read, self._reset = _counter_of(device)
+        self.can_restart = self._reset is not None
         # Other devices have no counter: windows share that of this process.
         self._others = _WINDOWS.setdefault(device if device.type == "cuda" else None, weakref.WeakSet())
         self._others.add(self)
         self._before = 0
-        self.source = self._books.source
-        self.can_restart = self._books.reset is not None
 
     def restart(self) -> None:
         """Begins a new window if the system can."""
-        if self._books.reset is None:
+        if self._reset is None:
             return
-        peak = self._books.read()
+        peak = self._read()
         for window in self._others:
             window._before = max(window._before, peak)
-        self._books.reset()
+        self._reset()
         self._before = 0
 
     def peak_bytes(self) -> int:
-        return max(self._before, self._books.read())
+        return max(self._before, self._read())
 
 
 _WINDOWS: dict[torch.device | None, weakref.WeakSet[PeakMemory]] = {}
 
 
-def _books_of(device: torch.device) -> _Books:
+def _counter_of(device: torch.device) -> tuple[str, Callable[[], int], Callable[[], object] | None]:
+    """Returns what counts the peak, in words, and the functions that read and reset it, the latter if it can be."""
     if device.type == "cuda":
-        return _Books(
+        return (
             "device allocator's peak, reset per epoch",
             lambda: torch.cuda.max_memory_allocated(device),
             lambda: torch.cuda.reset_peak_memory_stats(device),
         )
     if may_reset_peak():
-        return _Books("process high-water mark, reset per epoch", _peak_since_reset, _reset_peak)
-    return _Books("process high-water mark since its start", _peak_since_start, None)
+        return "process high-water mark, reset per epoch", _peak_since_reset, _reset_peak
+    return "process high-water mark since its start", _peak_since_start, None
 
 
 @functools.cache  # asking resets the peak

@@ -30,13 +30,9 @@ def is_profiling() -> bool:
     except RuntimeError:
         return True
     probe.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    return any(issubclass(type(one), profile) and _warms_up(one) for one in gc.get_objects())
-
-
-def _warms_up(one: profile) -> bool:
-    # Some are half constructed, or were never started.
-    is_prepared = getattr(one, "profiler", None) is not None
-    return is_prepared and getattr(one, "current_action", None) is ProfilerAction.WARMUP
+    others = [one for one in gc.get_objects() if issubclass(type(one), profile)]
+    prepared = [one for one in others if getattr(one, "profiler", None) is not None]  # else it was never started
+    return any(getattr(one, "current_action", None) is ProfilerAction.WARMUP for one in prepared)
 
 
 @contextmanager
@@ -47,22 +43,18 @@ def closing_ranges() -> Iterator[None]:
     crashes then or later. Torch's own range around an optimizer step is open if forward and backward are called inside
     that step. Ending a range twice is harmless.
     """
-    entered: list[profiler.record_function] = []
 
     def tracking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def __enter__(self: profiler.record_function) -> Any:  # noqa: N807
-            entered.append(self)
+            entered.callback(self.__exit__, None, None, None)
             return original(self)
 
         return __enter__
 
     kind = profiler.record_function
-    try:
-        with applied(AttributePatch("", "tracks ranges", kind, "__enter__", tracking(kind.__enter__))):
-            yield
-    finally:
-        for one in reversed(entered):
-            one.__exit__(None, None, None)
+    patch = AttributePatch("", "tracks ranges", kind, "__enter__", tracking(kind.__enter__))
+    with ExitStack() as entered, applied(patch):
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -44,11 +45,8 @@ def split_samples(batch: Any, most: int) -> list[tuple[Any, int]]:
     size = count_samples(batch)
     count = -(-size // most)
     sizes = [size // count + (index < size % count) for index in range(count)]  # the sizes of torch.tensor_split()
-    parts, begin = [], 0
-    for length in sizes:
-        parts.append((_part(batch, begin, length, size), length))
-        begin += length
-    return parts
+    begins = itertools.accumulate(sizes, initial=0)
+    return [(_part(batch, begin, length, size), length) for begin, length in zip(begins, sizes, strict=False)]
 
 
 def _part(batch: Any, begin: int, length: int, size: int) -> Any:

@@ -64,7 +64,8 @@ class StatePlaces:
             if torchmetrics is not None and isinstance(part, torchmetrics.Metric):
                 states += [(joined(path, name), vars(part), name) for name in part.metric_state]
         self.all = buffers + attributes
-        self.small = [place for place in buffers + states if _is_small(_value(place))]
+        kept = [(place, _value(place)) for place in buffers + states]
+        self.small = [place for place, value in kept if can_be_restored(value) and value.nbytes <= _SMALL_BYTES]
         small = {(id(names), name) for _, names, name in self.small}
         large = buffers + states + [place for place in attributes if isinstance(_value(place), Tensor)]
         self.large = [place for place in large if (id(place[1]), place[2]) not in small]
@@ -117,7 +118,7 @@ class StateSnapshot:
                 others += [("optimizer", group) for group in groups]
                 others += [(f"optimizer.{name}", value) for group in groups for name, value in group.items()]
             if level >= Level.FULL:
-                held = _at(places.all)
+                held = [(path, names.get(name)) for path, names, name in places.all]
                 tensors = [(path, value) for path, value in held + others if can_be_restored(value)]
                 containers = [(path, value) for path, value in held if isinstance(value, list | dict | set)]
                 self._restores += [kept_state.keep_values(tensors, copies_on), kept_state.keep_items(containers)]
@@ -162,13 +163,5 @@ def _places(path: str, names: Names) -> list[Place]:
     return [(joined(path, name), names, name) for name in names if name not in TORCHS_OWN]
 
 
-def _at(places: Iterable[Place]) -> Named:
-    return [(path, names.get(name)) for path, names, name in places]
-
-
 def _value(place: Place) -> Any:
     return place[1].get(place[2])
-
-
-def _is_small(value: Any) -> bool:
-    return can_be_restored(value) and value.nbytes <= _SMALL_BYTES

@@ -149,7 +149,11 @@ class StepTimeline:
         if not self._fetches:
             return
         ended = self._mark() if at is None else at
-        phases = self._ended_phases(ended) if self._stack else None
+        phases = None
+        if self._stack:
+            self._switch("", ended)
+            phases = self._sums, self._switches
+            self.drop_phases()
         cycle = self._began, self._fetches, self._backward, ended, samples, is_apart, 0, self.labels, phases
         self._began, self._fetches, self._backward, self.labels = ended, [], None, {}
         self.ended += 1
@@ -233,12 +237,6 @@ class StepTimeline:
 
     def _switch(self, phase: str, mark: Any) -> None:
         self._switches.append(Switch(phase, mark, self.clock.has_passed(self._switches[-1].mark)))
-
-    def _ended_phases(self, ended: Any) -> tuple[PhaseSums, list[Switch]]:
-        self._switch("", ended)
-        phases = self._sums, self._switches
-        self.drop_phases()
-        return phases
 
     # -- reading -------------------------------------------------------------------------------------------------
 

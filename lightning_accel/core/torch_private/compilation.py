@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,13 +47,8 @@ def dynamo_is_off() -> bool:
 
     The stance can be set publicly, but not read. A capture would then run its code as written, unseen by modes.
     """
-    eval_frame: Any = _eval_frame()
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
     return bool(eval_frame._stance.stance == "force_eager" or eval_frame.config.disable)
-
-
-@functools.cache
-def _eval_frame() -> ModuleType:
-    return importlib.import_module("torch._dynamo.eval_frame")
 
 
 def outside_of_ddp() -> AbstractContextManager[None]:

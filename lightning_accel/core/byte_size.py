@@ -29,26 +29,23 @@ def parse_bytes(name: str, value: object, *, fractions: bool = False) -> int | f
         ValueError: ``value`` is not an amount of memory, or not positive.
         TypeError: ``value`` has another type.
     """
+    or_share = ", or a share of the device such as '40%'" if fractions else ""
+    allowed = f"Allowed: an int of bytes, text such as '12GiB' or '500MB'{or_share}."
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. {_allowed(fractions)}")
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}. {allowed}")
     is_bytes = isinstance(value, int) and not (fractions and value < _LEAST_BARE)
     match = _WRITTEN.fullmatch(f"{value}B" if is_bytes else str(value))
     number, unit = (float(match[1]), match[2].lower()) if match else (0.0, None)
     if unit is None or (unit and unit not in _UNITS and not (unit == "%" and fractions)):
-        raise ValueError(f"{name}={value!r} is no amount of memory. {_allowed(fractions)}")
+        raise ValueError(f"{name}={value!r} is no amount of memory. {allowed}")
     if number <= 0:
-        raise ValueError(f"{name}={value!r} is not positive. {_allowed(fractions)}")
+        raise ValueError(f"{name}={value!r} is not positive. {allowed}")
     if not unit:
         share = f" or '{number * (100 if number <= 1 else 1):g}%'" if fractions and number <= 100 else ""
         raise ValueError(f"{name}={value!r}: {number:g} what? '{number:g}GiB'{share}.")
     if unit == "%" and number > 100:
-        raise ValueError(f"{name}={value!r} is more than the device has. {_allowed(fractions)}")
+        raise ValueError(f"{name}={value!r} is more than the device has. {allowed}")
     return number / 100 if unit == "%" else round(number * _UNITS[unit])
-
-
-def _allowed(fractions: bool) -> str:
-    share = ", or a share of the device such as '40%'" if fractions else ""
-    return f"Allowed: an int of bytes, text such as '12GiB' or '500MB'{share}."
 
 
 def format_bytes(size: float) -> str:

@@ -54,17 +54,17 @@ class Measurement:
 
 
 def together(measured: Iterable[Measurement]) -> Measurement:
-    """Combines several sites: the error with the most spreads, and the sums of times and of memory."""
+    """Combines several sites: the error with the most spreads, and the sums over the sites that have both figures."""
     found = list(measured)
     errors = [one for one in found if one.error_spreads is not None]
-    worst = max(errors, key=lambda one: math.inf if one.error_spreads is None else one.error_spreads, default=None)
-    return Measurement(
-        error=None if worst is None else worst.error,
-        spread=None if worst is None else worst.spread,
-        is_same=None if worst is None else all(one.is_same for one in errors),
-        **_sums(found, "original_ms", "candidate_ms"),
-        **_sums(found, "original_bytes", "candidate_bytes"),
-    )
+    worst = max(errors, key=lambda one: one.error_spreads or 0.0, default=Measurement())
+    are_same = all(one.is_same for one in errors) if errors else None
+    sums: dict[str, Any] = {}
+    for names in (("original_ms", "candidate_ms"), ("original_bytes", "candidate_bytes")):
+        pairs = [(getattr(one, names[0]), getattr(one, names[1])) for one in found]
+        if whole := [pair for pair in pairs if None not in pair]:
+            sums |= zip(names, map(sum, zip(*whole, strict=True)), strict=True)
+    return Measurement(error=worst.error, spread=worst.spread, is_same=are_same, **sums)
 
 
 def finite(data: Any, instead: Callable[[float], Any] = lambda value: None) -> Any:
@@ -74,10 +74,3 @@ def finite(data: Any, instead: Callable[[float], Any] = lambda value: None) -> A
     if isinstance(data, list | tuple):
         return [finite(value, instead) for value in data]
     return instead(data) if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _sums(found: Iterable[Measurement], original: str, candidate: str) -> dict[str, Any]:
-    """Sums two fields over the measurements that have both."""
-    pairs = [(getattr(one, original), getattr(one, candidate)) for one in found]
-    whole = [pair for pair in pairs if None not in pair]
-    return dict(zip((original, candidate), map(sum, zip(*whole, strict=True)), strict=True)) if whole else {}

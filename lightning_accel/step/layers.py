@@ -63,16 +63,9 @@ class Layer(Patch):
         self.chains: list[_Chain] = []
 
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method, and acts before it, after it or in its place.
+        """Calls the method ``stage``, acts before it, after it or in its place, and returns its result.
 
-        Args:
-            stage: The method's name.
-            call: The method without this layer: the inner layers, then Lightning's own method.
-            args: The positional arguments of the method.
-            kwargs: The keyword arguments of the method.
-
-        Returns:
-            The result of the method.
+        ``call`` is the method without this layer: the inner layers, then Lightning's own method.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to do around {stage}")
 

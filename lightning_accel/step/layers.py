@@ -93,8 +93,6 @@ class _Chain:
         self.owner, self.method = owner, method
         self.layers: list[Layer] = []
         self._patch = MethodPatch(method, "calls its layers", owner, method, self._wrapped)
-        self._original: Call = getattr(owner, method)
-        self.call = self._original
 
     def add(self, layer: Layer) -> None:
         # Of two layers with one name, the later one is further outside.
@@ -109,7 +107,7 @@ class _Chain:
             self._patch.undo()
 
     def _wrapped(self, original: Call) -> Call:
-        self._original = types.MethodType(original, self.owner)
+        self._original: Call = types.MethodType(original, self.owner)
 
         def method(caller: Any, *args: Any, **kwargs: Any) -> Any:
             # A copy of the owner has this attribute, too, but its steps do not pass the layers.
@@ -120,7 +118,7 @@ class _Chain:
 
     def compose(self) -> None:
         """Builds the call again after layers were added, removed or set aside."""
-        self.call = self._original
+        self.call: Call = self._original
         for layer in reversed(self.layers):
             if layer.stands:
                 own = getattr(layer, f"around_{self.method.lstrip('_')}", None)

@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import traceback
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,23 +28,26 @@ class LoadingProcesses:
         self._rebuilt = partial(rebuilt, loader, pins=pins)
         self._kept: DataLoader[Any] | None = None
         self._kept_for: object = None
-        self._walk: weakref.ref[_Walk] | None = None  # the latest over what is kept
+        self._orders = _Orders()  # of the workers that are kept
+        self._under_way: _Order | None = None  # the one that they load
 
     def like_users(self, workers: LoaderWorkers) -> Iterator[Any]:
         """An epoch with as many workers as the user has, which draw the same random numbers."""
         return iter(self._rebuilt(self._indices(), workers, self._loader.generator))
 
     def beside(self, workers: LoaderWorkers, state: bytes, failed: Callable[[Exception], Any]) -> Iterator[Any]:
-        """An epoch with workers where the user has none.
+        """An epoch with workers where the user has none: each batch exactly once, whatever happens to the workers.
+
+        They are begun with the first batch that is asked for: the sampler then draws its random numbers at the moment
+        when it would have without them. From then on it is asked ahead, so it has to be one that draws no more.
 
         Workers that are kept have a copy of one ``state`` of the data. ``failed`` is told of a worker's error, after
         which the rest is loaded in this process.
         """
-        indices = self._indices()
+        order = _Order(self._indices())
         # What a DataLoader draws when it is iterated, for the seeds of workers.
         torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        begin = partial(self._begun, workers=workers, state=state)
-        return _Walk(indices, begin, self._in_process, failed)
+        return self._walk(order, workers, state, failed)
 
     def close(self) -> None:
         """Ends the workers that are kept."""
@@ -54,21 +56,43 @@ class LoadingProcesses:
     def _indices(self) -> Iterator[Any]:
         return iter(self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler)
 
-    def _begun(self, walk: _Walk, order: _Order, *, workers: LoaderWorkers, state: bytes) -> Iterator[Any]:
+    def _walk(
+        self, order: _Order, workers: LoaderWorkers, state: bytes, failed: Callable[[Exception], Any]
+    ) -> Iterator[Any]:
+        source: Iterator[Any] | None = None
+        rest: Iterable[Any] = ()
+        try:
+            source = self._begun(order, workers, state)
+            while (batch := next(source, order)) is not order:
+                order.under_way.popleft()
+                if order.is_over:
+                    rest = (batch,)
+                    break
+                yield batch
+        except Exception as error:
+            self._kept = None
+            rest = self._rebuilt(order.rest(), LoaderWorkers(), torch.Generator())
+            # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
+            traceback.clear_frames(error.__traceback__)
+            failed(error)
+        finally:  # before the last batch is handed out
+            source = None
+            if self._under_way is order:
+                self._under_way = None
+        yield from rest
+
+    def _begun(self, order: _Order, workers: LoaderWorkers, state: bytes) -> Iterator[Any]:
         if not workers.is_kept:
             self._kept = None
-            return _iterated(self._rebuilt(order, workers, torch.Generator()))
-        latest = None if self._walk is None else self._walk()
-        is_free = latest is None or latest.is_over
-        if self._kept is None or self._kept_for != (workers, state) or not is_free:
-            self._kept, self._kept_for = self._rebuilt(_Orders(), workers, torch.Generator()), (workers, state)
-        orders: Any = self._kept.sampler if self._kept.batch_sampler is None else self._kept.batch_sampler
-        orders.order, self._walk = order, weakref.ref(walk)
-        return _iterated(self._kept)
-
-    def _in_process(self, order: Iterator[Any]) -> Iterator[Any]:
-        self._kept = None
-        return iter(self._rebuilt(order, LoaderWorkers(), torch.Generator()))
+            loader = self._rebuilt(order, workers, torch.Generator())
+        else:
+            if self._kept is None or self._kept_for != (workers, state) or self._under_way is not None:
+                self._orders, self._kept_for = _Orders(), (workers, state)
+                self._kept = self._rebuilt(self._orders, workers, torch.Generator())
+            self._orders.order = self._under_way = order
+            loader = self._kept
+        with _not_counting_cores():
+            return iter(loader)
 
 
 def rebuilt(
@@ -121,74 +145,12 @@ def start_method() -> str:
     return "fork" if method == default == "forkserver" else method
 
 
-def _iterated(loader: DataLoader[Any]) -> Iterator[Any]:
-    with _not_counting_cores():
-        return iter(loader)
-
-
 @contextmanager
 def _not_counting_cores() -> Iterator[None]:
     """Without a DataLoader's warning of more workers than cores: what waits for a disk computes nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
-
-
-class _Walk(Iterator[Any]):
-    """Batches in the order of ``indices``, each exactly once, whatever happens to the workers.
-
-    Workers are begun with the first batch that is asked for: the sampler then draws its random numbers at the moment
-    when it would have without them. From then on it is asked ahead, so it has to be one that draws no more.
-    """
-
-    def __init__(
-        self,
-        indices: Iterator[Any],
-        begin: Callable[[_Walk, _Order], Iterator[Any]],
-        begin_in_process: Callable[[Iterator[Any]], Iterator[Any]],
-        failed: Callable[[Exception], Any],
-    ) -> None:
-        self._begin, self._begin_in_process, self._failed = begin, begin_in_process, failed
-        self._order = _Order(indices)
-        self._source: Iterator[Any] | None = None
-        self._has_failed = False
-        self.is_over = False
-
-    def __next__(self) -> Any:
-        if self.is_over:
-            raise StopIteration
-        try:
-            batch = self._next()
-        except BaseException:
-            self._end()
-            raise
-        if self._order.is_over:
-            self._end()
-        return batch
-
-    def _next(self) -> Any:
-        if self._has_failed:
-            assert self._source is not None
-            return next(self._source)
-        try:
-            if self._source is None:
-                self._source = self._begin(self, self._order)
-            batch = next(self._source)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self._has_failed = True
-            # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
-            traceback.clear_frames(error.__traceback__)
-            self._source = self._begin_in_process(self._order.rest())
-            self._failed(error)
-            return next(self._source)
-        self._order.under_way.popleft()
-        return batch
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._source = None
 
 
 class _Order(Iterator[Any]):

@@ -7,7 +7,8 @@ and registers the names as soon as the program imports a Lightning package.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,38 +27,29 @@ NAMES = {
 
 
 def register_strategies() -> None:
-    """Registers the strategy names with each Lightning package that the program has imported or imports later."""
-    _at_import(_register)
+    """Registers the strategy names with each Lightning package: now if the program has imported it, else then."""
+    for package in imported():
+        _register(package)
+    missing = {getattr(one, part): (one, part) for one in PACKAGES for part in LAST_NAMES if not one.is_imported(part)}
+    if missing and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport(missing))
 
 
 def _register(package: Package) -> None:
     registry = package.get("pytorch.strategies", "StrategyRegistry")
     for name, (class_name, description) in NAMES.items():
-        registry.register(name, _made_when_asked_for(class_name, package), description, override=True)
+        registry.register(name, partial(_made, class_name, package), description, override=True)
 
 
-def _made_when_asked_for(class_name: str, package: Package) -> Callable[..., Any]:
-    def make(**settings: Any) -> Any:
-        return in_order_of(package, getattr(import_module("lightning_accel"), class_name))(**settings)
-
-    return make
-
-
-def _at_import(told: Callable[[Package], None]) -> None:
-    """Calls ``told`` with every Lightning package: now if the program has imported it, else after its import."""
-    for package in imported():
-        told(package)
-    missing = {getattr(one, part): (one, part) for one in PACKAGES for part in LAST_NAMES if not one.is_imported(part)}
-    if missing and not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AtImport(missing, told))
+def _made(class_name: str, package: Package, **settings: Any) -> Any:
+    return in_order_of(package, getattr(import_module("lightning_accel"), class_name))(**settings)
 
 
 class _AtImport(MetaPathFinder):
     """A finder that delegates to the other finders and then watches the import of a Lightning package."""
 
-    def __init__(self, missing: dict[str, tuple[Package, str]], told: Callable[[Package], None]) -> None:
+    def __init__(self, missing: dict[str, tuple[Package, str]]) -> None:
         self._missing = missing
-        self._told = told
 
     @override
     def find_spec(
@@ -80,7 +72,7 @@ class _AtImport(MetaPathFinder):
                     sys.meta_path.remove(self)
                 imported(part)
                 if part == "pytorch":
-                    self._told(package)
+                    _register(package)
 
             loader.exec_module = exec_module
         return spec

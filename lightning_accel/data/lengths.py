@@ -64,33 +64,31 @@ def _counted(dataset: Any) -> np.ndarray[Any, Any]:
 
 
 def _read(dataset: Any, before: StateSnapshot) -> np.ndarray[Any, Any]:
-    count = len(dataset)
-    lengths = np.empty(count, np.int64)
-    few = min(_FEW, count)
-    state = _state(dataset)
-    for index, sample in enumerate(_samples(dataset, range(few))):
-        lengths[index] = _length(sample)
-    if before.drawn():
-        raise UncountedError(f"its samples draw random numbers, and their lengths may hang on them; {_MEND}")
-    if _state(dataset) != state:
-        raise UncountedError(f"its data change as they are read; {_MEND}")
-    stopwatch = Stopwatch()
-    for index, sample in enumerate(_samples(dataset, range(few, count)), few):
-        lengths[index] = _length(sample)
+    lengths = np.empty(count := len(dataset), np.int64)
+    few, state, stopwatch = min(_FEW, count), _state(dataset), Stopwatch()
+    for read, sample in enumerate(_samples(dataset), 1):
+        lengths[read - 1] = _length(sample)
+        if read == few:
+            if before.drawn():
+                raise UncountedError(f"its samples draw random numbers, and their lengths may hang on them; {_MEND}")
+            if _state(dataset) != state:
+                raise UncountedError(f"its data change as they are read; {_MEND}")
+            stopwatch = Stopwatch()
         passed_s = stopwatch.seconds()
-        if passed_s > _SURE_S and (all_s := passed_s / (index + 1 - few) * count) > _MOST_S:
+        if read > few and passed_s > _SURE_S and (all_s := passed_s / (read - few) * count) > _MOST_S:
             raise UncountedError(f"to read its {count:,} samples would take about {all_s:,.0f} s; {_MEND}")
     if before.drawn():
         raise UncountedError(f"some of its samples draw random numbers; {_MEND}")
     return lengths
 
 
-def _samples(dataset: Any, indices: range) -> Iterator[Any]:
+def _samples(dataset: Any) -> Iterator[Any]:
     """As a DataLoader reads them: several at a time from a dataset that has a method for it."""
+    indices = range(len(dataset))
     if not callable(several := getattr(dataset, "__getitems__", None)):
         yield from map(dataset.__getitem__, indices)
         return
-    for begin in range(0, len(indices), _FEW):
+    for begin in indices[::_FEW]:
         yield from several([*indices[begin : begin + _FEW]])
 
 

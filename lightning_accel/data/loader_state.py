@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import sys
 import zlib
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.experiment.digest import hasher
@@ -44,30 +43,20 @@ def state_of(*parts: Any) -> bytes:
         raise
     except Exception as error:
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
-    return digest.value()
+    return digest.hash.digest()
 
 
-class _Digest(io.RawIOBase):
+class _Digest:
     def __init__(self) -> None:
-        self._hash, self._bytes = hasher(), 0
+        self.hash, self._bytes = hasher(), 0
 
-    @override
-    def writable(self) -> bool:
-        return True
-
-    @override
-    def write(self, data: Any) -> int:
-        written = memoryview(data).nbytes
-        self._bytes += written
+    def write(self, data: Any) -> None:
+        self._bytes += memoryview(data).nbytes
         if self._bytes > MOST_BYTES:
             raise UnreadableError(
                 f"it has more than {MOST_BYTES >> 20} MiB of Python objects, too much to look through"
             )
-        self._hash.update(data)
-        return written
-
-    def value(self) -> bytes:
-        return self._hash.digest()
+        self.hash.update(data)
 
 
 class _StateReader(cloudpickle.Pickler):  # type: ignore[misc]
@@ -79,9 +68,8 @@ class _StateReader(cloudpickle.Pickler):  # type: ignore[misc]
             raise UnreadableError(f"they have an open file ({thing!r}), of which two processes would read at one place")
         if isinstance(thing, torch.Generator):
             return "generator", zlib.crc32(thing.get_state().numpy().tobytes())
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(thing, numpy.ndarray) and not thing.dtype.hasobject:
-            return _of_array(thing, is_file=isinstance(thing, numpy.memmap))
+        if isinstance(thing, np.ndarray) and not thing.dtype.hasobject:
+            return _of_array(thing)
         return None
 
 
@@ -95,10 +83,11 @@ def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     return *kind, tensor.data_ptr(), zlib.crc32(tensor_as_numpy(sample).tobytes())
 
 
-def _of_array(array: Any, *, is_file: bool) -> tuple[Any, ...]:
+def _of_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     kind = "array", array.shape, str(array.dtype), array.__array_interface__["data"][0]
-    # A file that is mapped would be read at as many places.
-    return kind if is_file or not array.size else (*kind, zlib.crc32(array[_strides(array.shape)].tobytes()))
+    if isinstance(array, np.memmap) or not array.size:  # a file would be read at as many places
+        return kind
+    return *kind, zlib.crc32(array[_strides(array.shape)].tobytes())
 
 
 def _strides(shape: Any) -> tuple[slice, ...]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from lightning_accel.core.tree import leaves, map_leaves, tensors_in
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 class Movable(ABC):  # noqa: B024  # no method of its own: it tells classes by theirs
     """Every object whose class has a method ``to``: tensors, transformers' BatchEncoding, PyTorch Geometric's Data.
@@ -173,15 +175,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
-    if tensor.layout is torch.sparse_coo and not tensor.is_coalesced():
-        plain: Any = tensor.detach()
-        return tensors_in(plain.__reduce_ex__(2))  # what a pickle would hold: indices() and values() refuse
-    if tensor.layout is torch.sparse_coo:
+    if tensor.layout is torch.sparse_coo and tensor.is_coalesced():
         return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout in _SPARSE:
+        plain: Any = tensor.detach()
+        return tensors_in(plain.__reduce_ex__(2))  # what a pickle would hold, which coalesces nothing
     if tensor.is_nested or tensor.is_quantized:  # record_stream() takes neither
         return [torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())]
     return [tensor]

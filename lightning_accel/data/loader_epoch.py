@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from lightning_accel.core.clocks import HostClock, Stopwatch
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
@@ -39,7 +38,8 @@ class LoaderEpoch(LoaderWalk):
     """Batches as ``source`` has them.
 
     The timeline, if there is one, is told of every fetch, and of a step's end where the next batch is asked for.
-    ``state`` is what ``watched``, a loader of the user's, had for data when workers were given them.
+    ``watched`` is a loader of the user's without workers: whether its batches hang on more than their indices is found
+    out. ``state`` is what it had for data when workers were given them; None: ``source`` is its own.
     """
 
     def __init__(
@@ -49,25 +49,38 @@ class LoaderEpoch(LoaderWalk):
         watched: DataLoader[Any] | None = None,
         state: bytes | None = None,
     ) -> None:
-        self._source, self._timeline, self._watched, self._state = source, timeline, watched, state
+        self._source, self._watched, self._state = source, watched, state
+        self._timelines = [] if timeline is None else [timeline]
         self._complaint = ""
         self._is_compared = False
         self.count = 0  # how many have been fetched
         self.first_s = 0.0  # what the first one took, in seconds
+        self._is_own = watched is not None and state is None
+        if watched is not None and state is None:
+            self._look = min(_LOOK, len(watched) // 2)
+            self._first = StepTally()  # of the steps before the look, by the host
+            self._timelines.append(StepTimeline(HostClock(), self._first.took))
 
     def __next__(self) -> Any:
-        if self._timeline is not None and self.count:
-            self._timeline.step_ended()
-        self._fetch_begins()  # between two steps, as far as the timeline is concerned
-        if self._timeline is not None:
-            self._timeline.fetch_began()
+        for timeline in self._timelines:
+            timeline.step_ended()
+        is_watched = self._is_own and not self._complaint
+        # Not around the first, for which torch's samplers draw.
+        before = StateSnapshot(None, Level.RANDOM, torch.device("cpu")) if is_watched and self.count else None
+        for timeline in self._timelines:
+            timeline.fetch_began()
         fetch = Stopwatch()
         try:
             batch = next(self._source)
         finally:
-            if self._timeline is not None:
-                self._timeline.fetch_ended()
-        self._fetch_ended(fetch.seconds())
+            for timeline in self._timelines:
+                timeline.fetch_ended()
+        if not self.count:
+            self.first_s = fetch.seconds()
+        if before is not None and before.drawn():
+            self._complaint = "its data draw random numbers, and workers would draw others"
+        elif is_watched and self.count == self._look:
+            self._look_closer()
         self.count += 1
         if self._watched is not None and self.count == len(self._watched):
             self._compare()  # now, as the user's code may change it between two epochs
@@ -83,69 +96,27 @@ class LoaderEpoch(LoaderWalk):
         self._compare()
         return self._complaint
 
-    def _fetch_begins(self) -> None:
-        """Called before each fetch."""
-
-    def _fetch_ended(self, took_s: float) -> None:
-        """Called after each, before it is counted."""
-        if self.count == 0:
-            self.first_s = took_s
-
     def _compare(self) -> None:
-        if self._watched is None or self._state is None or self._is_compared or self._complaint:
+        if self._state is None or self._is_compared or self._complaint:
             return
         self._is_compared = True
-        try:
-            if data_state(self._watched) != self._state:
-                self._complaint = "its data change while the model trains, which workers, who have a copy, do not see"
-        except UnreadableError as error:
-            self._complaint = str(error)
-
-
-class OwnEpoch(LoaderEpoch):
-    """Batches of the user's own loader without workers: whether they hang on more than their indices is found out."""
-
-    def __init__(self, source: Iterator[Any], timeline: StepTimeline, watched: DataLoader[Any] | None) -> None:
-        super().__init__(source, timeline, watched)
-        self._look = min(_LOOK, len(watched) // 2) if watched is not None else 0
-        self._first = StepTally()  # of the steps before the look, by the host
-        self._by_host = StepTimeline(HostClock(), self._first.took)
-        self._before: StateSnapshot | None = None
-
-    @override
-    def _fetch_begins(self) -> None:
-        # Not around the first, for which torch's samplers draw.
-        is_next = self.count and self._is_watched
-        self._before = StateSnapshot(None, Level.RANDOM, torch.device("cpu")) if is_next else None
-        if self.count <= self._look:
-            self._by_host.step_ended()
-            self._by_host.fetch_began()
-
-    @override
-    def _fetch_ended(self, took_s: float) -> None:
-        super()._fetch_ended(took_s)
-        if self.count <= self._look:
-            self._by_host.fetch_ended()
-        if not self._is_watched:
-            return
-        if self._before is not None and self._before.drawn():
-            self._complaint = "its data draw random numbers, and workers would draw others"
-        elif self.count == self._look:
-            self._look_closer()
-
-    @property
-    def _is_watched(self) -> bool:
-        return self._watched is not None and not self._complaint
+        if self._data_state() not in (self._state, None):
+            self._complaint = "its data change while the model trains, which workers, who have a copy, do not see"
 
     def _look_closer(self) -> None:
         """Takes the state of the data, once it is clear that batches are waited for."""
         first = self._first
         waited, worked = sum(first.wait_ms), len(first.wait_ms) * statistics.median(first.step_ms or [0.0])
-        assert self._watched is not None
         if waited < LEAST_WAIT * (waited + worked):
             self._complaint = f"waiting for data took {waited / (waited + worked):.0%} of the time, and that is little"
-            return
+        else:
+            self._state = self._data_state()
+
+    def _data_state(self) -> bytes | None:
+        """What the loader has for data; None, and a complaint, if it cannot be handed to another process."""
+        assert self._watched is not None
         try:
-            self._state = data_state(self._watched)
+            return data_state(self._watched)
         except UnreadableError as error:
             self._complaint = str(error)
+            return None

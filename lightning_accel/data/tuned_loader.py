@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.step_timeline import StepTally, StepTimeline
-from lightning_accel.data.loader_epoch import LoaderEpoch, OwnEpoch, data_state
+from lightning_accel.data.loader_epoch import LoaderEpoch, data_state
 from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.loader_state import UnreadableError
 from lightning_accel.data.worker_epoch import LoadingProcesses, start_method
@@ -122,7 +122,7 @@ class _Tuning:
             source = iter(self.loader)
             if self._is_settled:
                 return source
-            self._epoch = OwnEpoch(source, self._timeline, self.loader if not self._users.count else None)
+            self._epoch = LoaderEpoch(source, self._timeline, self.loader if not self._users.count else None)
         if timeline is not None:
             timeline.restart()
             self._tally = StepTally()

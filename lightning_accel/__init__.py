@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_accel.arguments import PrecisionOptions as PrecisionOptions
     from lightning_accel.assembly import AcceleratedModel as AcceleratedModel
     from lightning_accel.assembly import accelerate as accelerate
+    from lightning_accel.assembly import plan_memory as plan_memory
     from lightning_accel.cli.accel_cli import AccelCLI as AccelCLI
     from lightning_accel.core.host import Host as Host
     from lightning_accel.core.report import AccelError as AccelError
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from lightning_accel.lightning.plugin import AccelPlugin as AccelPlugin
     from lightning_accel.lightning.xla_plugin import AccelXLAPlugin as AccelXLAPlugin
     from lightning_accel.memory.schedule import MemorySchedule as MemorySchedule
-    from lightning_accel.planning import plan_memory as plan_memory
     from lightning_accel.search.tune import tune as tune
     from lightning_accel.settings import Plan as Plan
     from lightning_accel.strategies.ddp import AccelDDPStrategy as AccelDDPStrategy
@@ -66,7 +66,7 @@ _HOMES = {
     "Report": "core.report",
     "accelerate": "assembly",
     "explain": "techniques.flash_attention.explain",
-    "plan_memory": "planning",
+    "plan_memory": "assembly",
     "tune": "search.tune",
 }
 

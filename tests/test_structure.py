@@ -28,7 +28,7 @@ LAYERS = (
     ("engine.py",),
     ("tuning",),
     ("evidence", "deploy"),
-    ("assembly.py", "planning.py"),
+    ("assembly.py",),
     ("lightning/packages.py",),
     ("lightning/private.py",),
     ("resilience",),

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_accel.data import batch_paths, kernels
-from lightning_accel.data.batch import ArrayBatch, Finish
+from lightning_accel.data.batch import ArrayBatch, Finish, Position
 from lightning_accel.data.batch_paths import Path
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
-from lightning_accel.data.position import Position
 from lightning_accel.data.single_pass import Kind, SinglePass, run_on_host
 from lightning_accel.data.tensor_arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
 from lightning_accel.data.transform import FusibleTransform, Shape, Transform

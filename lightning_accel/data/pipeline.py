@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_accel.data.batch import Position
 from lightning_accel.data.chain import Preprocess
 from lightning_accel.data.loader_proxy import StandIn
 from lightning_accel.data.pipeline_iteration import Iteration, PipelineRun, Progress
 from lightning_accel.data.pipeline_lanes import BatchTransform, Lane, StreamLane
-from lightning_accel.data.position import Position
 from lightning_accel.data.transform import Transform
 
 __all__ = ["BatchTransform", "DevicePipeline"]

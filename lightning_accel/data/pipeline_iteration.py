@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_accel.core.clocks import Stopwatch
+from lightning_accel.data.batch import Position
 from lightning_accel.data.loader_proxy import LoaderWalk
 from lightning_accel.data.pipeline_lanes import BatchJob, Lane
-from lightning_accel.data.position import Position
 
 THREAD_NAME = "lightning-accel-pipeline"
 # How long closing waits for a batch that a loader's worker is still busy with. The thread ends with that batch.

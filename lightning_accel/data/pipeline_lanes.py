@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.data.position import Position
+from lightning_accel.data.batch import Position
 from lightning_accel.data.staging import Stager, current_mark, move_plainly, tensors_within
 
 

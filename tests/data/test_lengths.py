@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Subset
 
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
-from lightning_accel.data import lengths as module
-from lightning_accel.data.lengths import UncountedError, lengths_of
+from lightning_accel.data import grouped_loader as module
+from lightning_accel.data.grouped_loader import UncountedError, lengths_of
 
 
 class Texts:

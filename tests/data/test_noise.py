@@ -9,8 +9,8 @@ pytest.importorskip("scipy")
 import numpy as np
 from scipy import stats
 
-from lightning_accel.data import noise
-from lightning_accel.data.noise import normal
+from lightning_accel.data import features
+from lightning_accel.data.features import normal
 
 pytestmark = pytest.mark.numbers
 
@@ -73,7 +73,7 @@ def test_the_numbers_are_the_same_in_pieces_of_any_size(
     monkeypatch: pytest.MonkeyPatch, count: int, at_a_time: int
 ) -> None:
     at_once = normal(np, 99, (count,))
-    monkeypatch.setattr(noise, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(features, "_AT_A_TIME", at_a_time)
     assert np.array_equal(normal(np, 99, (count,)), at_once)
 
 

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_accel.data.batch import Position
 from lightning_accel.data.pipeline import DevicePipeline
 from lightning_accel.data.pipeline_iteration import THREAD_NAME
-from lightning_accel.data.position import Position
 from support.pipeline_loaders import (
     Numbers,
     Stream,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_accel.data import staging
+from lightning_accel.data.batch import Position
 from lightning_accel.data.pipeline_iteration import Iteration, PipelineRun
 from lightning_accel.data.pipeline_lanes import StreamLane
-from lightning_accel.data.position import Position
 from lightning_accel.memory.buffers import HostPool
 from support.pipeline_loaders import Transform, double, no_thread_is_left, pipeline_threads
 

@@ -50,7 +50,6 @@ DRAW = {
 
 MIDDLES = {
     "core/purse.py": "what a plain step takes",
-    "data/loader_epoch.py": "the share of an epoch that waits",
     "data/tuned_loader.py": "the share of an epoch that waits",
     "memory/packer.py": "what a step takes, of which packing may add a tenth",
     "memory/packing_budget.py": "what a packing takes",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_accel.data.batch import Position
 from lightning_accel.data.pipeline import DevicePipeline
 from lightning_accel.data.pipeline_iteration import THREAD_NAME
-from lightning_accel.data.position import Position
 
 
 def pipeline_threads() -> list[threading.Thread]:

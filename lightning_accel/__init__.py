@@ -43,34 +43,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AccelCLI": "cli.accel_cli",
-    "AccelDDPStrategy": "strategies.ddp",
-    "AcceleratedModel": "assembly",
-    "AccelError": "core.report",
-    "AccelFabricPlugin": "lightning.fabric_plugin",
-    "AccelFSDPStrategy": "strategies.fsdp",
-    "AccelPlugin": "lightning.plugin",
-    "AccelStrategy": "strategies.single_device",
-    "AccelWarning": "core.report",
-    "AccelXLAPlugin": "lightning.xla_plugin",
-    "CompileOptions": "arguments",
-    "FlashAttentionOptions": "techniques.flash_attention.settings",
-    "FlashMultiheadAttention": "techniques.flash_attention.multihead",
-    "Host": "core.host",
-    "LoaderOptions": "arguments",
-    "MemoryOptions": "arguments",
-    "MemorySchedule": "memory.schedule",
-    "OffloadingOptions": "techniques.activation_offloading",
-    "Plan": "settings",
-    "PrecisionOptions": "arguments",
-    "Report": "core.report",
-    "accelerate": "assembly",
-    "explain": "techniques.flash_attention.explain",
-    "plan_memory": "assembly",
-    "tune": "search.tune",
+    "arguments": ("CompileOptions", "LoaderOptions", "MemoryOptions", "PrecisionOptions"),
+    "assembly": ("AcceleratedModel", "accelerate", "plan_memory"),
+    "cli.accel_cli": ("AccelCLI",),
+    "core.host": ("Host",),
+    "core.report": ("AccelError", "AccelWarning", "Report"),
+    "lightning.fabric_plugin": ("AccelFabricPlugin",),
+    "lightning.plugin": ("AccelPlugin",),
+    "lightning.xla_plugin": ("AccelXLAPlugin",),
+    "memory.schedule": ("MemorySchedule",),
+    "search.tune": ("tune",),
+    "settings": ("Plan",),
+    "strategies.ddp": ("AccelDDPStrategy",),
+    "strategies.fsdp": ("AccelFSDPStrategy",),
+    "strategies.single_device": ("AccelStrategy",),
+    "techniques.activation_offloading": ("OffloadingOptions",),
+    "techniques.flash_attention.explain": ("explain",),
+    "techniques.flash_attention.multihead": ("FlashMultiheadAttention",),
+    "techniques.flash_attention.settings": ("FlashAttentionOptions",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOMES]
+__all__ = [*_HOME_OF]
 
 if find_spec(f"{__name__}.callbacks") is None:  # a clone keeps the callbacks in another folder
     _CLONE = Path(__file__).parents[1]
@@ -81,9 +75,9 @@ register_strategies()
 
 def __getattr__(name: str) -> object:
     # Imports on first use: torch and Lightning take seconds to import, and `lightning-accel doctor` needs neither.
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     if name.endswith("Plugin"):  # Lightning's command line imports plugins by name
         import_module(f"{__name__}.lightning.parser_errors").answer_in_one_line()
     return found

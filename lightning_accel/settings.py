@@ -185,11 +185,7 @@ class Plan(Arguments):
         return self
 
     def __reduce__(self) -> Any:
-        return _made, (self.given(),)
-
-
-def _made(settings: dict[str, Any]) -> Plan:
-    return Plan(**settings)
+        return Plan.from_dict, (self.given(),)
 
 
 def _by_name(setting: str, values: Any) -> dict[str, Any]:
@@ -207,12 +203,9 @@ def _by_name(setting: str, values: Any) -> dict[str, Any]:
         if place_of(name) != (setting,):
             raise ValueError(f"{setting} does not take {name!r}: {written(name, value)} sets it.")
         value = declared[name].read(value, f"{setting}.{name}")
-        found |= {} if value == declared[name].default else {name: _short(value)}
+        if value != declared[name].default:
+            found[name] = value.short() if isinstance(value, Options) else value
     return found
-
-
-def _short(value: Any) -> Any:
-    return value.short() if isinstance(value, Options) else value
 
 
 def without_answers(memory: Any) -> MemoryOptions:

@@ -145,7 +145,8 @@ class _Grouping:
     def begin(self) -> Iterator[Any]:
         if not self.is_decided:
             self.is_decided = True
-            self._decide()
+            if why := self._why_not():
+                self.tell(f"not grouped by length: {why}", False)
         if self.grouped is not None and len(self.grouped.dataset) != self.num_samples:  # type: ignore[arg-type]
             self.close()
             self.tell("no longer grouped by length: the dataset has another number of samples", False)
@@ -154,10 +155,10 @@ class _Grouping:
     def close(self) -> None:
         self.grouped, self.is_decided = None, True
 
-    def _decide(self) -> None:
+    def _why_not(self) -> str:
+        """Groups the batches; or says why they stay."""
         if why := self.objection():
-            self.tell(f"not grouped by length: {why}", False)
-            return
+            return why
         try:
             lengths: Any = lengths_of(self.loader.dataset)
         except UncountedError as error:
@@ -165,17 +166,16 @@ class _Grouping:
         if self.agree is not None:
             lengths = self.agree(lengths)
         if isinstance(lengths, str):
-            self.tell(f"not grouped by length: {lengths}", False)
-            return
+            return lengths
         if not len(lengths) or (shortest := lengths.min()) == (longest := lengths.max()):
-            self.tell("not grouped by length: all samples have the same", False)
-            return
+            return "all samples have the same"
         own = self.loader
         assert isinstance(own.batch_sampler, BatchSampler)
         workers = LoaderWorkers(own.num_workers, own.prefetch_factor or 2, own.persistent_workers)
         self.grouped = rebuilt(own, GroupedBatches(own.batch_sampler, lengths), workers, own.generator)
         self.num_samples = len(lengths)
         self.tell(f"samples of {shortest} to {longest} tokens grouped by length, {_WINDOW} batches at a time", True)
+        return ""
 
 
 class UncountedError(Exception):
@@ -191,8 +191,15 @@ def lengths_of(dataset: Any) -> np.ndarray[Any, Any]:
     Raises:
         UncountedError: Nothing says it, and it cannot be counted so.
     """
-    said = _said(dataset)
-    return _counted(dataset) if said is None else said
+    if (said := _said(dataset)) is not None:
+        return said
+    try:
+        with StateSnapshot(None, Level.RANDOM, torch.device("cpu")) as before:
+            return _counted(dataset, before)
+    except UncountedError:
+        raise
+    except Exception as error:  # the data's own: the training will meet it, or not
+        raise UncountedError(f"reading its samples fails: {type(error).__name__}: {error}; {_MEND}") from error
 
 
 def _said(dataset: Any) -> np.ndarray[Any, Any] | None:
@@ -210,17 +217,7 @@ def _said(dataset: Any) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def _counted(dataset: Any) -> np.ndarray[Any, Any]:
-    try:
-        with StateSnapshot(None, Level.RANDOM, torch.device("cpu")) as before:
-            return _read(dataset, before)
-    except UncountedError:
-        raise
-    except Exception as error:  # the data's own: the training will meet it, or not
-        raise UncountedError(f"reading its samples fails: {type(error).__name__}: {error}; {_MEND}") from error
-
-
-def _read(dataset: Any, before: StateSnapshot) -> np.ndarray[Any, Any]:
+def _counted(dataset: Any, before: StateSnapshot) -> np.ndarray[Any, Any]:
     lengths = np.empty(count := len(dataset), np.int64)
     few, state, stopwatch = min(_FEW, count), _state(dataset), Stopwatch()
     for read, sample in enumerate(_samples(dataset), 1):

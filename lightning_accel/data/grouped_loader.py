@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,25 +87,9 @@ class GroupedLoader(StandIn):
     """Stands for a DataLoader, and has its batches grouped by length, which changes the training.
 
     Lengths are asked for when it is iterated first.
-
-    Args:
-        loader: A loader of the training, of which :func:`why_not_grouped` has nothing to say.
-        tell: Is told what holds: a line, and whether batches are grouped.
-        objection: Asked before, for a reason to leave it; empty: there is none.
-        agree: Maps a value of this process to that of rank 0; None with one process.
     """
 
-    _inner: _Grouping
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        tell: Callable[[str, bool], Any],
-        *,
-        objection: Callable[[], str] = str,
-        agree: Callable[[Any], Any] | None = None,
-    ) -> None:
-        object.__setattr__(self, "_inner", _Grouping(loader, tell, objection, agree))
+    _inner: Grouping
 
 
 def why_not_grouped(loader: Any, *, is_one_of_many: bool = False) -> str:
@@ -131,16 +115,16 @@ def why_not_grouped(loader: Any, *, is_one_of_many: bool = False) -> str:
 
 
 @dataclass(eq=False)
-class _Grouping:
+class Grouping:
     """What a GroupedLoader knows."""
 
-    loader: DataLoader[Any]
-    tell: Callable[[str, bool], Any]
-    objection: Callable[[], str]
-    agree: Callable[[Any], Any] | None
-    grouped: DataLoader[Any] | None = None
-    num_samples: int = 0
-    is_decided: bool = False
+    loader: DataLoader[Any]  # of the training, of which why_not_grouped() has nothing to say
+    tell: Callable[[str, bool], Any]  # is told what holds: a line, and whether batches are grouped
+    objection: Callable[[], str] = str  # asked before, for a reason to leave it; empty: there is none
+    agree: Callable[[Any], Any] | None = None  # maps a value of this process to that of rank 0; None with one process
+    grouped: DataLoader[Any] | None = field(default=None, init=False)
+    num_samples: int = field(default=0, init=False)
+    is_decided: bool = field(default=False, init=False)
 
     def begin(self) -> Iterator[Any]:
         if not self.is_decided:

@@ -12,14 +12,15 @@ from typing_extensions import override
 class StandIn:
     """In the place of a loader, for whoever asks it anything but to be iterated.
 
-    All that a subclass knows is under one name, ``_inner``, whose ``loader`` is stood for; every other name is the
-    loader's, to read and to write.
+    All that it knows is under one name, ``_inner``, whose ``loader`` is stood for, whose ``begin()`` begins an epoch
+    and whose ``close()`` lets go of everything; every other name is the loader's, to read and to write.
     """
 
     _own: ClassVar[frozenset[str]] = frozenset({"loader", "close", "_inner", "__class__"})
     """Names that are the stand-in's."""
 
-    _inner: Any
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "_inner", inner)
 
     @property
     def loader(self) -> Any:

@@ -97,8 +97,7 @@ class DevicePipeline(StandIn):
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
             raise ValueError(f"depth={depth!r}: how many batches to make ready ahead is an integer, 0 or more")
         device = torch.device(device)
-        inner = _Inner(loader, device, _for_device(preprocess, device), depth, position or _Epochs())
-        object.__setattr__(self, "_inner", inner)
+        super().__init__(_Inner(loader, device, _for_device(preprocess, device), depth, position or _Epochs()))
 
     @property
     def seconds(self) -> tuple[float, float]:

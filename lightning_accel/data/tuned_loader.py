@@ -44,30 +44,9 @@ class TunedLoader(StandIn):
     streams of the run go on as they would have. Workers are given only to data that draw no random numbers, and that
     neither change as they are read nor while the model is trained, as a whole epoch has shown. Where they fail, the
     rest of the epoch is loaded in this process, from the batch on that is missing.
-
-    Args:
-        loader: A loader of the training.
-        objection: Asked once, at the end of the first epoch, for a reason to leave it; empty: there is none.
-        device: Where batches go.
-        processes: How many of the run share this machine's cores.
-        pins: Whether batches of other settings are to be in pinned memory.
-        tell: Is told what holds, whenever that changes: a line, and whether it is other than the user's.
     """
 
-    _inner: _Tuning
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        device: torch.device,
-        tell: Callable[[str, bool], Any],
-        *,
-        objection: Callable[[], str] = str,
-        processes: int = 1,
-        pins: bool = False,
-    ) -> None:
-        cores = max(1, usable_cores() // processes)
-        object.__setattr__(self, "_inner", _Tuning(loader, device, tell, objection, cores, pins))
+    _inner: Tuning
 
 
 def why_left(loader: Any) -> str:
@@ -90,21 +69,31 @@ def why_left(loader: Any) -> str:
     return ""
 
 
-class _Tuning:
-    """What a TunedLoader knows, and decides between two epochs."""
+class Tuning:
+    """What a TunedLoader knows, and decides between two epochs.
+
+    Args:
+        loader: A loader of the training.
+        device: Where batches go.
+        tell: Is told what holds, whenever that changes: a line, and whether it is other than the user's.
+        objection: Asked once, at the end of the first epoch, for a reason to leave it; empty: there is none.
+        processes: How many of the run share this machine's cores.
+        pins: Whether batches of other settings are to be in pinned memory.
+    """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         device: torch.device,
         tell: Callable[[str, bool], Any],
-        objection: Callable[[], str],
-        cores: int,
-        pins: bool,
+        *,
+        objection: Callable[[], str] = str,
+        processes: int = 1,
+        pins: bool = False,
     ) -> None:
         self.loader, self._tell, self._objection = loader, tell, objection
         self._users = LoaderWorkers(loader.num_workers, loader.prefetch_factor or 2)
-        self._course = course(self._users, cores)
+        self._course = course(self._users, max(1, usable_cores() // processes))
         self._workers = next(self._course)
         self._is_settled = False
         self._waited: float | None = None  # the share of the user's own

@@ -21,7 +21,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.options import Options, Rule
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.vocabulary import why_unlucky
-from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
+from lightning_accel.data.grouped_loader import GroupedLoader, Grouping, why_not_grouped
 from lightning_accel.techniques.base import BuildContext, LoaderTerms, Technique, Traits
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
@@ -148,7 +148,7 @@ class Padding(Technique):
         if why := terms.why_not or why_not_grouped(loader, is_one_of_many=self.run.agree is not None):
             self._tell(f"not grouped by length: {why}", False)
             return loader
-        grouped = GroupedLoader(loader, self._tell, objection=terms.objection, agree=self.run.agree)
+        grouped = GroupedLoader(Grouping(loader, self._tell, terms.objection, self.run.agree))
         self.run.at_end.callback(grouped.close)
         return grouped
 

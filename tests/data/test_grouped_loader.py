@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_accel.data.grouped_loader import GroupedLoader, why_not_grouped
+from lightning_accel.data.grouped_loader import GroupedLoader, Grouping, why_not_grouped
 
 pytestmark = pytest.mark.numbers
 
@@ -69,7 +69,7 @@ def padding_share(batches: list[Batch]) -> float:
 
 
 def test_padding_is_a_sixth_of_the_tokens_where_it_was_two_thirds() -> None:
-    plain, grouped = padding_share(epoch(loader())), padding_share(epoch(GroupedLoader(loader(), Lines())))
+    plain, grouped = padding_share(epoch(loader())), padding_share(epoch(GroupedLoader(Grouping(loader(), Lines()))))
     assert plain > 0.6
     assert grouped < 0.25
 
@@ -79,7 +79,7 @@ def test_samples_sizes_of_batches_and_random_streams_are_those_of_the_loader(dro
     own = loader(drop_last=drop_last)
     assert len(LENGTHS) % 8
     plain, drawn = epoch(own), torch.rand(3)
-    grouped, drawn_after = epoch(GroupedLoader(own, Lines())), torch.rand(3)
+    grouped, drawn_after = epoch(GroupedLoader(Grouping(own, Lines()))), torch.rand(3)
     assert [len(batch) for batch in grouped] == [len(batch) for batch in plain]
     assert samples(grouped) == samples(plain)
     assert torch.equal(drawn_after, drawn)
@@ -87,7 +87,7 @@ def test_samples_sizes_of_batches_and_random_streams_are_those_of_the_loader(dro
 
 def test_a_window_has_the_samples_that_the_sampler_has_there_and_its_batches_no_order() -> None:
     own = loader(batch_size=2, drop_last=True)
-    plain, grouped = epoch(own), epoch(GroupedLoader(own, Lines()))
+    plain, grouped = epoch(own), epoch(GroupedLoader(Grouping(own, Lines())))
     assert len(plain) > 200
     assert samples(grouped[:50]) == samples(plain[:50])
     longest = [max(length for _, length in batch) for batch in grouped[:50]]
@@ -95,7 +95,7 @@ def test_a_window_has_the_samples_that_the_sampler_has_there_and_its_batches_no_
 
 
 def test_the_order_is_the_same_wherever_the_sampler_begins_the_same_and_another_in_another_epoch() -> None:
-    first, resumed = GroupedLoader(loader(), Lines()), GroupedLoader(loader(), Lines())
+    first, resumed = GroupedLoader(Grouping(loader(), Lines())), GroupedLoader(Grouping(loader(), Lines()))
     order = epoch(first, 1)
     assert epoch(first, 2) != order
     assert epoch(resumed, 1) == order
@@ -103,8 +103,8 @@ def test_the_order_is_the_same_wherever_the_sampler_begins_the_same_and_another_
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_users_workers_load_the_same_batches(persistent: bool) -> None:
-    alone = epoch(GroupedLoader(loader(), Lines()))
-    stand_in = GroupedLoader(loader(num_workers=2, prefetch_factor=3, persistent_workers=persistent), Lines())
+    alone = epoch(GroupedLoader(Grouping(loader(), Lines())))
+    stand_in = GroupedLoader(Grouping(loader(num_workers=2, prefetch_factor=3, persistent_workers=persistent), Lines()))
     assert epoch(stand_in) == alone
     assert samples(epoch(stand_in)) == samples(alone)
 
@@ -119,7 +119,7 @@ def test_ranks_have_batches_of_like_length_at_the_same_time() -> None:
 
     loaders = [loader(sampler=sampler, shuffle=False) for sampler in own]
     plain = [longest(one) for one in loaders]
-    grouped = [list(GroupedLoader(one, Lines())) for one in loaders]
+    grouped = [list(GroupedLoader(Grouping(one, Lines()))) for one in loaders]
     assert {number for batches in grouped for batch in batches for number, _ in batch} == set(range(len(LENGTHS)))
     apart = (longest(grouped[0]) - longest(grouped[1])).abs().mean()
     assert apart < (plain[0] - plain[1]).abs().mean() / 2
@@ -128,7 +128,7 @@ def test_ranks_have_batches_of_like_length_at_the_same_time() -> None:
 def test_ranks_take_the_lengths_of_rank_0() -> None:
     lines = Lines()
     own = loader()
-    stand_in = GroupedLoader(own, lines, agree=lambda found: "rank 0 could not count")
+    stand_in = GroupedLoader(Grouping(own, lines, agree=lambda found: "rank 0 could not count"))
     assert epoch(stand_in) == epoch(own)
     assert lines.all == [("not grouped by length: rank 0 could not count", False)]
 
@@ -186,7 +186,7 @@ def test_a_shuffle_of_each_ranks_own_is_left() -> None:
 def test_what_turns_out_not_to_be_grouped_is_the_users_loader(data: Any, objection: str, why: str) -> None:
     lines = Lines()
     own = DataLoader(data or Texts(), 8, shuffle=True, collate_fn=str)
-    assert epoch(GroupedLoader(own, lines, objection=lambda: objection)) == epoch(own)
+    assert epoch(GroupedLoader(Grouping(own, lines, objection=lambda: objection))) == epoch(own)
     [(line, is_grouped)] = lines.all
     assert why in line
     assert not is_grouped
@@ -195,7 +195,7 @@ def test_what_turns_out_not_to_be_grouped_is_the_users_loader(data: Any, objecti
 def test_a_dataset_that_grows_is_the_users_own_again() -> None:
     lines, data = Lines(), Texts()
     own = loader(data)
-    stand_in = GroupedLoader(own, lines)
+    stand_in = GroupedLoader(Grouping(own, lines))
     epoch(stand_in)
     data.lengths.append(3)
     assert epoch(stand_in) == epoch(own)
@@ -204,7 +204,7 @@ def test_a_dataset_that_grows_is_the_users_own_again() -> None:
 
 def test_closed_it_is_the_users_loader() -> None:
     own = loader()
-    stand_in = GroupedLoader(own, Lines())
+    stand_in = GroupedLoader(Grouping(own, Lines()))
     epoch(stand_in)
     stand_in.close()
     assert epoch(stand_in) == epoch(own)
@@ -213,7 +213,7 @@ def test_closed_it_is_the_users_loader() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
 def test_it_stands_for_the_loader_and_a_copy_is_one(copied: Callable[[Any], Any]) -> None:
     own = loader()
-    stand_in = GroupedLoader(own, Lines())
+    stand_in = GroupedLoader(Grouping(own, Lines()))
     assert isinstance(stand_in, DataLoader)
     assert (len(stand_in), stand_in.batch_sampler) == (len(own), own.batch_sampler)
     assert type(copied(stand_in)) is DataLoader

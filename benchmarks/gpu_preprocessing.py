@@ -130,7 +130,7 @@ def kernel_calls(samples: int, side: int, device: torch.device) -> Callable[[], 
     """The kernel and nothing else: its parameters are on the device already."""
     import cupy
 
-    from lightning_accel.data.kernels import prepare
+    from lightning_accel.data.single_pass import prepare
 
     starts = []
     for _ in range(ROTATED):

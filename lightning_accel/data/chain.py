@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_accel.data import batch_paths, kernels
+from lightning_accel.data import batch_paths
 from lightning_accel.data.batch import ArrayBatch, Finish, Position
 from lightning_accel.data.batch_paths import Path
 from lightning_accel.data.color import ColorJitter, Normalize
 from lightning_accel.data.geometry import RandomCrop
-from lightning_accel.data.single_pass import Kind, SinglePass, run_on_host
+from lightning_accel.data.single_pass import Kind, SinglePass, run_on_gpu, run_on_host
 from lightning_accel.data.tensor_arrays import Array, CupyArrays, NumpyArrays, why_no_cupy, writable
 from lightning_accel.data.transform import FusibleTransform, Shape, Transform
 
@@ -201,5 +201,5 @@ def _in_one_pass(
         run_on_host(images, onto, writable(work.arrays, out), kind=kind)
     elif samples:
         channels_last = memory_format == torch.channels_last
-        kernels.run(images, onto, writable(work.arrays, out), kind=kind, channels_last=channels_last)
+        run_on_gpu(images, onto, writable(work.arrays, out), kind=kind, channels_last=channels_last)
     return out

@@ -1,7 +1,7 @@
 // Crop, flip, normalise, cast and lay out in one pass over memory; single_pass.py says what is computed.
 //
 // Compiled by CuPy with NVRTC: no header is included. INPUT, OUTPUT, CHANNELS, CHANNELS_LAST and OFFSET are given as -D
-// options by kernels.py, one kernel for each combination that is met. Without them there are only the templates, from
+// options by single_pass.py, one kernel for each combination that is met. Without them there are only the templates, from
 // which tests/data/ instantiates every combination, for nvcc and (block and thread indices as loops) for the CPU.
 //
 // A block makes consecutive pixels of one sample, in TURNS; in each, every thread makes PIXELS neighbours, all of their

@@ -46,7 +46,7 @@ class TunedLoader(StandIn):
     rest of the epoch is loaded in this process, from the batch on that is missing.
     """
 
-    _inner: Tuning
+    _inner: LoaderTuning
 
 
 def why_left(loader: Any) -> str:
@@ -69,7 +69,7 @@ def why_left(loader: Any) -> str:
     return ""
 
 
-class Tuning:
+class LoaderTuning:
     """What a TunedLoader knows, and decides between two epochs.
 
     Args:

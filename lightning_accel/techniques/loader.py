@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_accel.data.tuned_loader import TunedLoader, Tuning, why_left
+from lightning_accel.data.tuned_loader import LoaderTuning, TunedLoader, why_left
 from lightning_accel.techniques.base import BuildContext, LoaderTerms, Technique, Traits
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.technique_context import Forecast, Verdict
@@ -45,7 +45,7 @@ class Loader(Technique):
             self._tell(f"left: {why}", False)
             return loader
         self.run.status = "waiting for data is measured in the first epoch"
-        tuning = Tuning(
+        tuning = LoaderTuning(
             loader,
             self._device,
             self._tell,

@@ -14,7 +14,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.core import clocks as _clocks
 from lightning_accel.data import DevicePipeline, Map, Preprocess
 from lightning_accel.data.advice import has_images, waiting_advice
-from lightning_accel.data.tuned_loader import TunedLoader, Tuning
+from lightning_accel.data.tuned_loader import LoaderTuning, TunedLoader
 
 DATA = TensorDataset(torch.zeros(8, 2))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -138,7 +138,7 @@ def test_a_run_that_waits_has_the_advice_in_its_report(
 
 
 def test_a_loader_that_is_tuned_needs_no_advice_on_workers() -> None:
-    said = advice(TunedLoader(Tuning(DataLoader(DATA), torch.device("cpu"), lambda line, is_changed: None)))
+    said = advice(TunedLoader(LoaderTuning(DataLoader(DATA), torch.device("cpu"), lambda line, is_changed: None)))
     assert 'loader="auto" tries from the next epoch on' in said
     assert "num_workers" not in said
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_accel.data import kernels
-from lightning_accel.data.kernels import Launch, Specialisation, pack, plan_launch
-from lightning_accel.data.single_pass import Kind, SinglePass
+from lightning_accel.data import single_pass as kernels
+from lightning_accel.data.single_pass import Kind, Launch, SinglePass, Specialisation, pack, plan_launch
 from support.single_pass_cases import (
     SIZES,
     TORCH_DTYPES,

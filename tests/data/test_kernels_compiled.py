@@ -10,8 +10,7 @@ from typing import get_args
 
 import pytest
 
-from lightning_accel.data.kernels import CHANNEL_COUNTS, INPUTS, SOURCE, Specialisation
-from lightning_accel.data.single_pass import Kind
+from lightning_accel.data.single_pass import CHANNEL_COUNTS, INPUTS, SOURCE, Kind, Specialisation
 
 CARDS = (75, 80, 86, 89, 90, 100, 120)  # compute capabilities: those that a compiler does not know are left out
 EVERY = [

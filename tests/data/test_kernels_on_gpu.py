@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.data.kernels import run
-from lightning_accel.data.single_pass import Kind, SinglePass
+from lightning_accel.data.single_pass import Kind, SinglePass, run_on_gpu
 from lightning_accel.data.tensor_arrays import cupy_stream
 from support.single_pass_cases import (
     SIZES,
@@ -76,14 +75,14 @@ def test_the_kernel_computes_what_single_pass_says(
         for view in views(cupy.asarray(images), cupy):
             for misaligned_by in (0, 1):
                 out = new_output(expected.shape, kind, channels_last, misaligned_by)
-                run(view, single_pass, writable(cupy, out), kind=kind, channels_last=channels_last)
+                run_on_gpu(view, single_pass, writable(cupy, out), kind=kind, channels_last=channels_last)
                 assert_agrees(bits_of(out), expected, kind)
 
 
 def test_more_samples_than_a_grid_holds(cupy: Any) -> None:
     images, single_pass = make_images((70000, 1, 2, 2), "uint8"), make_pass(70000, 1, (2, 2), (2, 2))
     out = new_output(images.shape, "float32", False)
-    run(cupy.asarray(images), single_pass, writable(cupy, out), kind="float32", channels_last=False)
+    run_on_gpu(cupy.asarray(images), single_pass, writable(cupy, out), kind="float32", channels_last=False)
     for part in (slice(0, 100), slice(65500, 65600), slice(69900, 70000)):
         cut = {name: getattr(single_pass, name)[part] for name in ("top", "left", "step")}
         few = SinglePass(
@@ -102,7 +101,7 @@ def test_conversions_round_as_torch_does(cupy: Any, kind: Kind) -> None:
     )
     out = new_output((1, 1, 1, values.size), kind, False)
     images = cupy.asarray(values.reshape(1, 1, 1, -1))
-    run(images, single_pass, writable(cupy, out), kind=kind, channels_last=False)
+    run_on_gpu(images, single_pass, writable(cupy, out), kind=kind, channels_last=False)
     assert_converted(bits_of(out).reshape(-1), values, kind)
 
 
@@ -121,7 +120,7 @@ def test_nothing_waits_for_the_gpu(cupy: Any) -> None:
             torch.cuda._sleep(1_000_000_000)  # cycles: half a second
             busy.record()
             for single_pass, target in zip(passes, targets, strict=True):
-                run(on_device, single_pass, target, kind="bfloat16", channels_last=True)
+                run_on_gpu(on_device, single_pass, target, kind="bfloat16", channels_last=True)
 
     run_all()  # compiles, and leaves memory for the parameters of all that may be under way at once
     torch.cuda.synchronize()
@@ -140,4 +139,4 @@ def test_a_stream_that_is_not_torchs_is_refused(cupy: Any) -> None:
     images, single_pass = cupy.asarray(make_images((1, 3, 8, 8), "uint8")), make_pass(1, 3, (8, 8), (8, 8))
     out = writable(cupy, new_output((1, 3, 8, 8), "float32", False))
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(AssertionError, match="two streams"):
-        run(images, single_pass, out, kind="float32", channels_last=False)
+        run_on_gpu(images, single_pass, out, kind="float32", channels_last=False)

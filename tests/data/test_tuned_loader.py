@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from lightning_accel.data import tuned_loader
-from lightning_accel.data.tuned_loader import TunedLoader, Tuning, why_left
+from lightning_accel.data.tuned_loader import LoaderTuning, TunedLoader, why_left
 from lightning_accel.data.worker_schedule import Course, LoaderWorkers
 
 pytestmark = pytest.mark.numbers
@@ -111,7 +111,7 @@ def assert_the_same(make: Make, **options: Any) -> Lines:
     plain = train(seeded(make), **options)
     after = streams()
     lines = Lines()
-    loader = TunedLoader(Tuning(seeded(make), CPU, lines))
+    loader = TunedLoader(LoaderTuning(seeded(make), CPU, lines))
     BY_WORKERS.value = 0
     assert train(loader, **options) == plain
     assert streams() == after
@@ -173,7 +173,7 @@ def test_own_workers_are_given_more_to_have_ready_and_draw_the_same(always_tries
 
 def test_a_training_that_waits_gets_workers_by_the_clock() -> None:
     lines = Lines()
-    loader = TunedLoader(Tuning(DataLoader(Slow(seconds=0.01), 4), CPU, lines))
+    loader = TunedLoader(LoaderTuning(DataLoader(Slow(seconds=0.01), 4), CPU, lines))
     train(loader, epochs=2)
     assert "num_workers=1" in lines.all[0]
     assert "with no workers waiting for data took" in lines.all[0]
@@ -223,7 +223,7 @@ def test_data_that_workers_would_change_are_left(
     always_tries(LoaderWorkers(1))
     data = Refusing(read, **parts)
     lines = Lines()
-    loader = TunedLoader(Tuning(DataLoader(data, 4), CPU, lines))
+    loader = TunedLoader(LoaderTuning(DataLoader(data, 4), CPU, lines))
     BY_WORKERS.value = 0
     train(loader, epochs=3)
     assert why in lines.last
@@ -251,7 +251,7 @@ def test_a_dataset_that_is_set_between_epochs_is_read_as_it_is_then(always_tries
             found.append(sum(batch.sum().item() for batch in loader))
         return found
 
-    loader = TunedLoader(Tuning(DataLoader(Slow(), 4), CPU, lines := Lines()))
+    loader = TunedLoader(LoaderTuning(DataLoader(Slow(), 4), CPU, lines := Lines()))
     assert sums(loader) == sums(DataLoader(Slow(), 4))
     assert lines.is_changed
     loader.close()
@@ -259,7 +259,7 @@ def test_a_dataset_that_is_set_between_epochs_is_read_as_it_is_then(always_tries
 
 def test_data_that_the_training_begins_to_change_are_given_back(always_tries: Callable[..., None]) -> None:
     always_tries(LoaderWorkers(1))
-    loader = TunedLoader(Tuning(DataLoader(data := Slow(), 4), CPU, lines := Lines()))
+    loader = TunedLoader(LoaderTuning(DataLoader(data := Slow(), 4), CPU, lines := Lines()))
     train(loader, epochs=2)
     for batch in loader:
         data.samples += batch.sum() * 0 + 1
@@ -316,7 +316,7 @@ def test_an_error_of_the_users_own_data_is_the_users_own(always_tries: Callable[
             return super().__getitem__(index)
 
     always_tries(LoaderWorkers(1))
-    loader = TunedLoader(Tuning(DataLoader(data := Broken(), 4), CPU, Lines()))
+    loader = TunedLoader(LoaderTuning(DataLoader(data := Broken(), 4), CPU, Lines()))
     train(loader, epochs=2)
     data.samples[0] = 1
     with pytest.raises(KeyError, match=r"^'sample 39'$"):  # not as workers wrap it
@@ -326,7 +326,7 @@ def test_an_error_of_the_users_own_data_is_the_users_own(always_tries: Callable[
 def test_two_walks_at_a_time_do_not_disturb_each_other(always_tries: Callable[..., None]) -> None:
     """A callback that looks into ``trainer.train_dataloader`` while an epoch goes on."""
     always_tries(LoaderWorkers(1), LoaderWorkers(1, is_kept=True))
-    loader = TunedLoader(Tuning(DataLoader(Slow(), 4), CPU, Lines()))
+    loader = TunedLoader(LoaderTuning(DataLoader(Slow(), 4), CPU, Lines()))
     train(loader, epochs=3)
     outer, inner = iter(loader), iter(loader)
     assert [next(outer).tolist(), next(inner).tolist(), next(outer).tolist()] == [
@@ -379,7 +379,7 @@ def test_workers_that_would_run_the_program_anew_are_not_started(monkeypatch: py
 
 def test_it_stands_for_the_loader() -> None:
     own = DataLoader(Slow(), 4)
-    loader = TunedLoader(Tuning(own, CPU, Lines()))
+    loader = TunedLoader(LoaderTuning(own, CPU, Lines()))
     assert isinstance(loader, DataLoader)
     assert (len(loader), loader.batch_size, loader.dataset) == (10, 4, own.dataset)
     assert copy.copy(loader) is own  # a copy is of the user's
@@ -387,6 +387,6 @@ def test_it_stands_for_the_loader() -> None:
 
 
 def test_a_copied_walk_is_at_its_end() -> None:
-    walk = iter(TunedLoader(Tuning(DataLoader(Slow(), 4), CPU, Lines())))
+    walk = iter(TunedLoader(LoaderTuning(DataLoader(Slow(), 4), CPU, Lines())))
     next(walk)
     assert list(copy.deepcopy(walk)) == []

@@ -26,12 +26,6 @@ from lightning_accel.cli.exit_codes import FAILED, ended
 _EXAMINES = "What this machine has, what a run here goes without, and the command that brings each missing package."
 
 
-_COMMANDS = (
-    *(plan_command, claims_command, cache_command, compare_command, report_command, export_command),
-    deploy_command,
-)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that ``argv`` (if None, the process's own arguments) names; returns the exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
@@ -50,8 +44,13 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="what this machine has, what is missing and how to get it", description=_EXAMINES
     )
     doctor.set_defaults(handler=_doctor)
-    for command in _COMMANDS:
-        command.add_parser(subcommands)
+    plan_command.add_parser(subcommands)
+    claims_command.add_parser(subcommands)
+    cache_command.add_parser(subcommands)
+    compare_command.add_parser(subcommands)
+    report_command.add_parser(subcommands)
+    export_command.add_parser(subcommands)
+    deploy_command.add_parser(subcommands)
     subcommands.add_parser(
         "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
     )

@@ -70,7 +70,7 @@ class StandIn:
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is the user's loader: what stands for it is of this run."""
-        return _itself, (self.loader,)
+        return stood_for, (self.loader,)
 
     @override
     def __dir__(self) -> list[str]:
@@ -84,10 +84,6 @@ class LoaderWalk(Iterator[Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is at its end: Lightning copies loaders under way, and leaves out iterators of DataLoaders only."""
         return iter, ((),)
-
-
-def _itself(loader: Any) -> Any:
-    return loader
 
 
 def stood_for(loader: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import multiprocessing
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ class LoadingProcesses:
         self._kept: DataLoader[Any] | None = None
         self._kept_for: object = None
         self._orders = _Orders()  # of the workers that are kept
-        self._under_way: _Order | None = None  # the one that they load
+        self._under_way: Iterator[Any] | None = None  # the one that they load
 
     def like_users(self, workers: LoaderWorkers) -> Iterator[Any]:
         """An epoch with as many workers as the user has, which draw the same random numbers."""
@@ -44,10 +45,10 @@ class LoadingProcesses:
         Workers that are kept have a copy of one ``state`` of the data. ``failed`` is told of a worker's error, after
         which the rest is loaded in this process.
         """
-        order = _Order(self._indices())
+        indices = self._indices()
         # What a DataLoader draws when it is iterated, for the seeds of workers.
         torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        return self._walk(order, workers, state, failed)
+        return self._walk(indices, workers, state, failed)
 
     def close(self) -> None:
         """Ends the workers that are kept."""
@@ -57,21 +58,23 @@ class LoadingProcesses:
         return iter(self._loader.sampler if self._loader.batch_sampler is None else self._loader.batch_sampler)
 
     def _walk(
-        self, order: _Order, workers: LoaderWorkers, state: bytes, failed: Callable[[Exception], Any]
+        self, indices: Iterator[Any], workers: LoaderWorkers, state: bytes, failed: Callable[[Exception], Any]
     ) -> Iterator[Any]:
+        under_way = deque[Any]()
+        order = _remembered(indices, under_way)
         source: Iterator[Any] | None = None
         rest: Iterable[Any] = ()
         try:
             source = self._begun(order, workers, state)
             while (batch := next(source, order)) is not order:
-                order.under_way.popleft()
-                if order.is_over:
+                under_way.popleft()
+                if not under_way and inspect.getgeneratorstate(order) == inspect.GEN_CLOSED:
                     rest = (batch,)
                     break
                 yield batch
         except Exception as error:
             self._kept = None
-            rest = self._rebuilt(order.rest(), LoaderWorkers(), torch.Generator())
+            rest = self._rebuilt(itertools.chain(tuple(under_way), indices), LoaderWorkers(), torch.Generator())
             # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
             traceback.clear_frames(error.__traceback__)
             failed(error)
@@ -81,7 +84,7 @@ class LoadingProcesses:
                 self._under_way = None
         yield from rest
 
-    def _begun(self, order: _Order, workers: LoaderWorkers, state: bytes) -> Iterator[Any]:
+    def _begun(self, order: Iterator[Any], workers: LoaderWorkers, state: bytes) -> Iterator[Any]:
         if not workers.is_kept:
             self._kept = None
             loader = self._rebuilt(order, workers, torch.Generator())
@@ -153,31 +156,11 @@ def _not_counting_cores() -> Iterator[None]:
         yield
 
 
-class _Order(Iterator[Any]):
-    """The indices of batches, each remembered until its batch has come."""
-
-    def __init__(self, indices: Iterator[Any]) -> None:
-        self._indices = indices
-        self._is_exhausted = False
-        self.under_way: deque[Any] = deque()
-
-    def __next__(self) -> Any:
-        try:
-            index = next(self._indices)
-        except StopIteration:
-            self._is_exhausted = True
-            raise
-        self.under_way.append(index)
-        return index
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every batch has come."""
-        return self._is_exhausted and not self.under_way
-
-    def rest(self) -> Iterator[Any]:
-        """The indices of the batches that have not come."""
-        return itertools.chain(tuple(self.under_way), self._indices)
+def _remembered(indices: Iterator[Any], under_way: deque[Any]) -> Generator[Any, None, None]:
+    """The indices of batches, each put to those whose batches have not come."""
+    for index in indices:
+        under_way.append(index)
+        yield index
 
 
 class _Orders:

@@ -28,7 +28,7 @@ from lightning_accel.core.user_frames import users_line
 from lightning_accel.evidence import step_breakdown
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.peak_tensors import LiveBlocks
-from lightning_accel.evidence.roofline import COPYING, ToDo
+from lightning_accel.evidence.roofline import COPYING, Operation, alike, is_of_weight, weight_shapes
 from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy, MemoryPeaked, ModuleCost
 from lightning_accel.evidence.strides import odd_operand, strides_that_matter
 from lightning_accel.memory.meter import MeterBusyError, meter_for
@@ -64,13 +64,11 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         self._costs: dict[str, ModuleCost] = {}
         self._copies: dict[tuple[str, str, str], LayoutCopy] = {}
         self._waits: Counter[str] = Counter()
-        self._spans: list[tuple[Any, Any, ModuleCost, bool, LayoutCopy | None]] = []
-        self._to_do = ToDo(model)
+        self._operations: list[Operation] = []
+        self._weights = weight_shapes(model)
         self._hidden: list[tuple[tuple[Any, Any], tuple[Any, Any], LayoutCopy]] = []  # see _run_again
         self._stacks: defaultdict[int, list[str]] = defaultdict(list)  # of modules, thread by thread
         self._module_of: dict[int, str] = {}  # node → the module whose operation made it
-        self._last: tuple[ModuleCost, bool] | None = None
-        self._products: list[int] = []  # places of spans with FLOPs
         self._made_by: dict[int, str] = {}  # id of a storage → what gave a view of it other strides
         self._hooks = ExitStack()
         self._meter = meter_for(device) if meters and device.type == "cpu" else None
@@ -136,37 +134,36 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         """
         if self.trouble is not None:
             raise self.trouble
-        if self._spans:
-            self._clock.wait_for(self._spans[-1][1])
+        operations = self._operations
+        if operations:
+            self._clock.wait_for(operations[-1].ended)
         if self._hidden:
             self._clock.wait_for(self._hidden[-1][1][1])
-        each_ms = []
-        for began, ended, cost, is_backward, copy in self._spans:
-            ms = self._clock.ms_between(began, ended)
-            each_ms.append(ms)
-            if is_backward:
-                cost.backward_ms += ms
+        for one in operations:
+            one.ms = self._clock.ms_between(one.began, one.ended)
+            if one.is_backward:
+                one.cost.backward_ms += one.ms
             else:
-                cost.forward_ms += ms
-            if copy is not None:
-                copy.ms += ms
+                one.cost.forward_ms += one.ms
+            if one.copy is not None:
+                one.copy.ms += one.ms
         for ran, again, copy in self._hidden:
             copy.ms += max(0.0, self._clock.ms_between(*ran) - self._clock.ms_between(*again))
         gradients = _plain(p.grad for p in _plain(self._model.parameters()))
-        least_ms = statistics.quantiles(each_ms, n=10)[0] if len(each_ms) > 1 else 0.0
-        are_the_models = [cost.module != OPTIMIZER for _, _, cost, *_ in self._spans]
+        least_ms = statistics.quantiles((one.ms for one in operations), n=10)[0] if len(operations) > 1 else 0.0
+        of_model = [one for one in operations if one.cost.module != OPTIMIZER]
         memory = self._blocks.peak(gradients, _plain(_states(optimizers)), self._metered_bytes)
         costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
         anatomy = Anatomy(
             modules=costs,
             copies=sorted(self._copies.values(), key=lambda one: one.ms, reverse=True)[:MOST],
             waits=dict(self._waits.most_common(MOST)),
-            operations=len(self._spans),
-            operations_ms=sum(each_ms),
-            work_ms=sum(max(0.0, ms - least_ms) for ms in itertools.compress(each_ms, are_the_models)),
+            operations=len(operations),
+            operations_ms=sum(one.ms for one in operations),
+            work_ms=sum(max(0.0, one.ms - least_ms) for one in of_model),
             least_ms=least_ms,
-            alike=self._to_do.alike(each_ms, are_the_models),
-            product_ms=sum(each_ms[place] for place in self._products),
+            alike=alike(of_model),
+            product_ms=sum(one.ms for one in operations if one.flops),
         )
         return anatomy, memory
 
@@ -185,13 +182,11 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
 
     @override
     def counted(self, flops: int) -> None:
-        if self._last is not None:
-            cost, is_low = self._last
-            if flops:
-                self._products.append(len(self._spans) - 1)
-                self._to_do.counted(flops, is_low_precision=is_low)
-            cost.flops += flops
-            cost.low_precision_flops += flops if is_low else 0
+        if self._operations and flops:
+            latest = self._operations[-1]
+            latest.flops = flops
+            latest.cost.flops += flops
+            latest.cost.low_precision_flops += flops if latest.is_low_precision else 0
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, began: Any, ended: Any) -> None:
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "").lstrip("_")
@@ -228,10 +223,9 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         self._run_again(func, args, kwargs, (began, ended), module)
         if name in _WAITS and category == step_breakdown.ACTIVATIONS:
             self._waits[users_line()] += 1
-        self._spans.append((began, ended, cost, is_backward, copy))
-        self._to_do.note(name, written, moved_bytes)
         is_low = bool(read) and read[0].is_floating_point() and read[0].element_size() <= 2
-        self._last = cost, is_low
+        growing_bytes = 0 if is_of_weight(name, written, self._weights) else moved_bytes
+        self._operations.append(Operation(cost, began, ended, is_backward, is_low, growing_bytes, copy))
 
     def _layout_copy(
         self, name: str, module: str, read: list[Tensor], written: list[Tensor], is_view: bool, is_backward: bool

@@ -3,47 +3,54 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_accel.evidence.step_breakdown import OperationsAlike
+from lightning_accel.evidence.step_breakdown import LayoutCopy, ModuleCost, OperationsAlike
 
 COPYING = frozenset({"clone", "copy_", "to_copy"})
 """Operations that change nothing but where and how a tensor lies."""
 
 
-class ToDo:
-    """Notes operation by operation what grows with the batch, which a model's weights do not."""
+@dataclass
+class Operation:
+    """One operation of a step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        shapes = [tuple(p.shape) for p in model.parameters() if not nn.parameter.is_lazy(p)]
-        self._weights = {*shapes, *(shape[::-1] for shape in shapes)}
-        self._flops: list[int] = []
-        self._low_precision_flops: list[int] = []
-        self._moved_bytes: list[int] = []
+    cost: ModuleCost  # of its module
+    began: Any = None  # as its clock has it; likewise `ended`
+    ended: Any = None
+    is_backward: bool = False
+    is_low_precision: bool = False
+    growing_bytes: int = 0  # that it moves of tensors that grow with the batch
+    copy: LayoutCopy | None = None  # that it is
+    flops: int = 0  # its own; 0: it is no product
+    ms: float = 0.0  # what it took, once that is known
 
-    def note(self, name: str, written: Sequence[Tensor], moved_bytes: int) -> None:
-        is_of_weight = name in COPYING and any(tuple(tensor.shape) in self._weights for tensor in written)
-        self._flops.append(0)
-        self._low_precision_flops.append(0)
-        self._moved_bytes.append(0 if is_of_weight else moved_bytes)
 
-    def counted(self, flops: int, *, is_low_precision: bool = False) -> None:
-        """Tells that the latest operation is a product: of few samples it reads weights, whatever their number."""
-        self._flops[-1], self._moved_bytes[-1] = flops, 0
-        self._low_precision_flops[-1] = flops if is_low_precision else 0
+def weight_shapes(model: nn.Module) -> set[tuple[int, ...]]:
+    """The shapes of a model's weights, and of these transposed."""
+    shapes = [tuple(p.shape) for p in model.parameters() if not nn.parameter.is_lazy(p)]
+    return {*shapes, *(shape[::-1] for shape in shapes)}
 
-    def alike(self, each_ms: Iterable[float], are_chosen: Iterable[bool]) -> list[OperationsAlike]:
-        """Those that are chosen, with what each has taken, together where they have about as much to do."""
-        found: defaultdict[tuple[int, int], OperationsAlike] = defaultdict(OperationsAlike)
-        noted = zip(self._flops, self._low_precision_flops, self._moved_bytes, strict=True)
-        for ms, is_chosen, (flops, low_precision, moved_bytes) in zip(each_ms, are_chosen, noted, strict=True):
-            if is_chosen:
-                some = found[flops.bit_length(), moved_bytes.bit_length()]
-                some.count += 1
-                some.ms += ms
-                some.flops += flops
-                some.low_precision_flops += low_precision
-                some.moved_bytes += moved_bytes
-        return list(found.values())
+
+def is_of_weight(name: str, written: Sequence[Tensor], weights: Collection[tuple[int, ...]]) -> bool:
+    """Whether an operation only copies a weight or its gradient, which do not grow with the batch."""
+    return name in COPYING and any(tuple(tensor.shape) in weights for tensor in written)
+
+
+def alike(operations: Iterable[Operation]) -> list[OperationsAlike]:
+    """Those that have about as much to do, together."""
+    found: defaultdict[tuple[int, int], OperationsAlike] = defaultdict(OperationsAlike)
+    for one in operations:
+        # A product of few samples reads weights, whatever their number.
+        moved_bytes = 0 if one.flops else one.growing_bytes
+        some = found[one.flops.bit_length(), moved_bytes.bit_length()]
+        some.count += 1
+        some.ms += one.ms
+        some.flops += one.flops
+        some.low_precision_flops += one.flops if one.is_low_precision else 0
+        some.moved_bytes += moved_bytes
+    return list(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,13 +16,18 @@ SizeReader = Callable[[Any], int]
 class SampleCounter:
     """Counts samples, and remembers *where* in a batch their number stands: a step costs a look-up, not a search.
 
-    With ``batch_size_fn``, the user's own count, nothing is searched. ``on_unknown`` is called once, with the first
-    batch that has no samples to be found.
+    Args:
+        batch_size_fn: The user's own count, with which nothing is searched.
+        say: Called once, of the first batch that has no samples to be found.
+        callback: Whose count it is; its name is part of what is said.
+        metric: What is left out then.
     """
 
-    def __init__(self, batch_size_fn: SizeReader | None, on_unknown: Callable[[Any], None]) -> None:
+    def __init__(
+        self, batch_size_fn: SizeReader | None, say: Callable[[str], object], callback: str, metric: str
+    ) -> None:
         self._batch_size_fn = batch_size_fn
-        self._on_unknown = on_unknown
+        self._say, self._callback, self._metric = say, callback, metric
         self._read: SizeReader | None = None
         self._unknown_type: type | None = None
 
@@ -38,15 +44,16 @@ class SampleCounter:
             return 0  # Lightning skips such a batch
         if type(batch) is self._unknown_type:
             return None
-        try:
+        with suppress(Exception):  # an object whose attributes raise: its samples are unknown, and the run goes on
             if (read := size_reader(batch)) is not None:
                 samples = read(batch)
                 self._read = read
                 return samples
-        except Exception:  # an object whose attributes raise: its samples are unknown, and the run goes on
-            pass
         if self._unknown_type is None:
-            self._on_unknown(batch)
+            self._say(
+                f"{self._callback}: a batch of type {type(batch).__name__} does not tell how many samples it holds, so"
+                f" {self._metric} is left out. Give {self._callback}(batch_size_fn=...) to have it."
+            )
         self._unknown_type = type(batch)
         return None
 

@@ -262,12 +262,11 @@ class FitInstruments:
         """
         self._take_rested()
         with self._allowance.paying():
-            rank = self.interval.measured(self.steps - self._restarted_at)
+            epochs = self.epochs or [self._trainer.current_epoch]
+            rank = self.interval.measured(self.steps - self._restarted_at, epochs)
             is_together = self.ends is None or self.ends.are_together()
             ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
-            epochs = self.epochs or [self._trainer.current_epoch]
-            source = "" if self.interval.memory is None else self.interval.memory.source
-            speed = put_together(ranks, epochs=(epochs[0], epochs[-1]), peak_memory_source=source)
+            speed = put_together(ranks)
             if self.ends is not None and is_together:
                 self.ends.forget()
             if self.record is not None and speed is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -36,7 +36,7 @@ class Interval:
     def __init__(self, trainer: Trainer, batch_size_fn: SizeReader | None) -> None:
         self._trainer = trainer
         device = trainer.strategy.root_device
-        self.samples = SampleCounter(batch_size_fn, _say_samples_unknown)
+        self.samples = SampleCounter(batch_size_fn, rank_zero_info, "SpeedMemoryLogger", "samples_per_sec")
         self._skipped_before = self._skipped_steps()
         self._peak_flops = peak_flops_per_sec(device, str(trainer.precision))
         self.timeline, self.tally = timeline_of(trainer), StepTally()
@@ -71,8 +71,8 @@ class Interval:
         # What another driver reports in a rest is without fetches: its waiting is as unknown as that of several steps.
         self.tally.took(step if is_own else step._replace(together=1))
 
-    def measured(self, all_steps: int) -> RankEpoch:
-        """What the interval has come to, with ``all_steps`` steps, timed or not."""
+    def measured(self, all_steps: int, epochs: Sequence[int]) -> RankEpoch:
+        """What the interval of these epochs has come to, with ``all_steps`` steps, timed or not."""
         self.flops.close()
         self.timeline.settle()
         tally, told = self.tally, slice(self.fetches_from, None)
@@ -85,6 +85,8 @@ class Interval:
         knows_wait = self.fetches_from is not None and len(cycle_ms) >= FEWEST
         samples = (tally.samples + tally.samples_apart) * all_steps / max(1, steps + tally.steps_apart)
         return RankEpoch(
+            epoch=epochs[-1],
+            first_epoch=epochs[0],
             steps=all_steps,
             samples=round(samples) if self.knows_samples else None,
             train_seconds=seconds,
@@ -93,6 +95,7 @@ class Interval:
             data_wait_frac=_per(sum(wait_ms), sum(cycle_ms)) if knows_wait else None,
             data_wait_ms=_per(sum(wait_ms), len(cycle_ms)) if knows_wait else None,
             peak_memory_mib=None if self.memory is None else self.memory.peak_bytes() / 2**20,
+            peak_memory_source="" if self.memory is None else self.memory.source,
             host_rss_mib=None if self.memory is None else psutil.Process().memory_info().rss / 2**20,
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,
@@ -113,10 +116,3 @@ class Interval:
 
 def _per(amount: float, total: float) -> float:
     return amount / total if total > 0 else 0.0
-
-
-def _say_samples_unknown(batch: Any) -> None:
-    rank_zero_info(
-        f"SpeedMemoryLogger: a batch of type {type(batch).__name__} does not tell how many samples it holds, so"
-        " samples_per_sec is left out. Give SpeedMemoryLogger(batch_size_fn=...) to have it."
-    )

@@ -15,25 +15,21 @@ from lightning_accel.evidence.speed import FEWEST
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEpoch:
-    """What one rank measured; None is "not known here". See :class:`EpochSpeed` for what each number means."""
+class RankEpoch(EpochSpeed):
+    """What one rank measured, before the ranks are put together; None is "not known here"."""
 
-    steps: int
-    samples: int | None
-    train_seconds: float
-    samples_per_sec: float | None
-    steps_per_sec: float | None
-    data_wait_frac: float | None
-    data_wait_ms: float | None
-    peak_memory_mib: float | None
-    host_rss_mib: float | None
-    flops_per_step: float | None
-    peak_flops: float | None
-    loss_scale: float | None
-    skipped_steps: int | None
-    energy_j: float | None
-    step_ms: Sequence[float]
-    before_backward_ms: Sequence[float]
+    data_wait_ms: float | None = None
+    peak_flops: float | None = None
+    energy_j: float | None = None
+    step_ms: Sequence[float] = ()
+    before_backward_ms: Sequence[float] = ()
+
+
+_OVER_RANKS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    **dict.fromkeys(("samples", "samples_per_sec", "energy_j", "peak_flops"), sum),
+    **dict.fromkeys(("peak_memory_mib", "host_rss_mib", "loss_scale", "skipped_steps"), max),
+    **dict.fromkeys(("steps", "train_seconds", "steps_per_sec", "data_wait_frac", "flops_per_step"), statistics.fmean),
+}
 
 
 def thinned(values: array[float], most: int = 4096) -> array[float]:
@@ -44,8 +40,8 @@ def thinned(values: array[float], most: int = 4096) -> array[float]:
     return array("d", (ordered[round(at * (len(ordered) - 1) / (most - 1))] for at in range(most)))
 
 
-def put_together(ranks: Sequence[RankEpoch], *, epochs: tuple[int, int], peak_memory_source: str) -> EpochSpeed | None:
-    """One epoch, or the first one and the last one of several, over all ranks; None when none has made a step.
+def put_together(ranks: Sequence[RankEpoch]) -> EpochSpeed | None:
+    """What an epoch, or several, have come to over all ranks; None when none has made a step.
 
     What one rank does not know is unknown of all, so that every rank logs the same names.
     """
@@ -53,35 +49,21 @@ def put_together(ranks: Sequence[RankEpoch], *, epochs: tuple[int, int], peak_me
         return None
     step_ms = [ms for rank in ranks for ms in rank.step_ms]
     median_ms, p95_ms = _percentiles(step_ms, 50, 95) if len(step_ms) >= FEWEST else (None, None)
-
-    def over(reduce: Callable[[Iterable[Any]], Any], name: str) -> Any:
+    found: dict[str, Any] = {}
+    for name, reduce in _OVER_RANKS.items():
         values = [getattr(rank, name) for rank in ranks]
-        return None if None in values else reduce(values)
-
-    samples, energy_j = over(sum, "samples"), over(sum, "energy_j")
-    flops, peak_flops = over(statistics.fmean, "flops_per_step"), over(sum, "peak_flops")
-    steps_per_sec = over(statistics.fmean, "steps_per_sec")
+        found[name] = None if None in values else reduce(values)
+    energy_j, peak_flops, samples = found.pop("energy_j"), found.pop("peak_flops"), found["samples"]
+    flops, steps_per_sec = found["flops_per_step"], found["steps_per_sec"]
     tflops = None if flops is None or steps_per_sec is None else flops * steps_per_sec * len(ranks) / 1e12
+    here = {name: getattr(ranks[0], name) for name in ("epoch", "first_epoch", "peak_memory_source")}
     return EpochSpeed(
-        epoch=epochs[1],
-        first_epoch=epochs[0],
+        **here | found | {"steps": round(found["steps"])},
         world_size=len(ranks),
-        steps=round(over(statistics.fmean, "steps")),
-        samples=samples,
-        train_seconds=over(statistics.fmean, "train_seconds"),
-        samples_per_sec=over(sum, "samples_per_sec"),
-        steps_per_sec=steps_per_sec,
         step_ms_p50=median_ms,
         step_ms_p95=p95_ms,
-        data_wait_frac=over(statistics.fmean, "data_wait_frac"),
-        peak_memory_mib=over(max, "peak_memory_mib"),
-        peak_memory_source=peak_memory_source,
-        host_rss_mib=over(max, "host_rss_mib"),
-        flops_per_step=flops,
         tflops=tflops,
         mfu=None if tflops is None or not peak_flops else tflops * 1e12 / peak_flops,
-        loss_scale=over(max, "loss_scale"),
-        skipped_steps=over(max, "skipped_steps"),
         energy_j_per_sample=energy_j / samples if energy_j is not None and samples else None,
         stragglers=compare_ranks(ranks),
     )

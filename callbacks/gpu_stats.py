@@ -22,6 +22,7 @@ from lightning_accel.lightning.packages import Callback, LightningModule, Traine
 
 _EVERY_S = 1.0
 _MOST_UNTAKEN = 600  # of each value: a record takes them once a minute, and some runs have none
+Course = defaultdict[str, deque[float]]  # name → what a card has said, in its order
 _VALUES: dict[str, Callable[[Card], float | None]] = {
     "utilisation_percent": Card.utilisation_percent,
     "memory_mib": Card.memory_mib,
@@ -72,13 +73,14 @@ class GpuStats(Callback):
         self.history: list[dict[str, float]] = []
         self._batch_size_fn = batch_size_fn
         self._fit: _FitStats | None = None
-        self._course = _course()  # of the fit, as far as nobody has taken it
+        # Of the fit, as far as nobody has taken it.
+        self._course: Course = defaultdict(partial(deque, (), _MOST_UNTAKEN))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        self._course = _course()
-        self._fit = _FitStats(trainer, self._batch_size_fn, self._note)
+        self._course.clear()
+        self._fit = _FitStats(trainer, self._batch_size_fn, self._course)
         self._fit.restart()  # a run that resumes within an epoch has no on_train_epoch_start
 
     @override
@@ -126,17 +128,11 @@ class GpuStats(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
-
     def take_course(self) -> dict[str, list[float]]:
         """What this rank's card has said of the fit since it was last taken, in its order, by the names of metrics."""
-        course, self._course = self._course, _course()
-        return {name: list(values) for name, values in course.items()}
-
-    def _note(self, name: str, value: float) -> None:
-        self._course[name].append(value)
+        taken = {name: list(values) for name, values in self._course.items()}
+        self._course.clear()
+        return taken
 
     def _close(self) -> None:
         fit, self._fit = self._fit, None
@@ -147,10 +143,8 @@ class GpuStats(Callback):
 class _FitStats:
     """One fit's card on this rank, and what the ranks know together."""
 
-    def __init__(
-        self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, note: Callable[[str, float], None]
-    ) -> None:
-        self._note = note
+    def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, course: Course) -> None:
+        self._course = course
         self._notes = Announcements(trainer)
         self._world_size = trainer.world_size
         self.card: Card | None = None
@@ -160,7 +154,7 @@ class _FitStats:
             self._notes.say(f"GpuStats logs nothing of rank {trainer.global_rank}: {error}.")
         self.energy = EnergyMeter(self.card)
         self.ends = EpochEnds.open(trainer)
-        self._samples = SampleCounter(batch_size_fn, self._say_samples_unknown)
+        self._samples = SampleCounter(batch_size_fn, self._notes.say, "GpuStats", "energy_j_per_sample")
         self._epoch = CardEpoch()
         self._due = Deadline(0.0)
 
@@ -194,16 +188,10 @@ class _FitStats:
         for name, read in _VALUES.items():
             if (value := read(card)) is not None:
                 self._epoch.values.setdefault(name, []).append(value)
-                self._note(name, value)
+                self._course[name].append(value)
         if (reasons := card.throttled_by()) is not None:
             self._epoch.throttled_by.append(reasons)
-            self._note("throttled_frac", float(bool(reasons)))
-
-    def _say_samples_unknown(self, batch: Any) -> None:
-        self._notes.say(
-            f"GpuStats: a batch of type {type(batch).__name__} does not tell how many samples it holds, so"
-            " energy_j_per_sample is left out. Give GpuStats(batch_size_fn=...) to have it."
-        )
+            self._course["throttled_frac"].append(float(bool(reasons)))
 
 
 def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
@@ -228,10 +216,6 @@ def put_together(cards: Sequence[CardEpoch]) -> dict[str, float]:
 
 def _part(answers: Iterable[bool]) -> float:
     return statistics.fmean(map(float, answers))
-
-
-def _course() -> defaultdict[str, deque[float]]:
-    return defaultdict(partial(deque, (), _MOST_UNTAKEN))
 
 
 def course_of_cards(trainer: Trainer) -> dict[str, list[float]]:

@@ -116,10 +116,6 @@ class TraceCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
-
     def _close(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:

@@ -14,6 +14,12 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_accel.callbacks._batch_size import SampleCounter, size_reader
 
 X = torch.zeros(6, 3, 4)
+
+
+def counter_of(say: Any = print, batch_size_fn: Any = None) -> SampleCounter:
+    return SampleCounter(batch_size_fn, say, "GpuStats", "energy_j_per_sample")
+
+
 Pair = namedtuple("Pair", ["x", "y"])
 
 
@@ -63,8 +69,7 @@ def test_no_samples_are_made_up_for(batch: Any) -> None:
 
 
 def test_the_search_happens_once() -> None:
-    seen: list[Any] = []
-    counter = SampleCounter(None, seen.append)
+    counter = counter_of()
     assert [counter.count({"x": torch.zeros(n, 2)}) for n in (4, 4, 1)] == [4, 4, 1]
     reader = counter._read
     counter.count({"x": torch.zeros(5, 2)})
@@ -72,16 +77,19 @@ def test_the_search_happens_once() -> None:
 
 
 def test_a_batch_of_another_build_is_searched_again() -> None:
-    counter = SampleCounter(None, lambda batch: None)
+    counter = counter_of()
     batches = [{"x": torch.zeros(4)}, {"y": torch.zeros(3)}, (torch.zeros(2),), None, torch.zeros(5)]
     assert [counter.count(batch) for batch in batches] == [4, 3, 2, 0, 5]
 
 
 def test_an_unknown_batch_is_reported_once() -> None:
-    seen: list[Any] = []
-    counter = SampleCounter(None, seen.append)
+    said: list[str] = []
+    counter = counter_of(said.append)
     assert [counter.count(batch) for batch in (1, 2, "text")] == [None] * 3
-    assert seen == [1]
+    assert said == [
+        "GpuStats: a batch of type int does not tell how many samples it holds, so energy_j_per_sample is left out."
+        " Give GpuStats(batch_size_fn=...) to have it."
+    ]
 
 
 def test_a_batch_whose_attributes_raise_is_unknown() -> None:
@@ -90,9 +98,9 @@ def test_a_batch_whose_attributes_raise_is_unknown() -> None:
         def batch_size(self) -> int:
             raise RuntimeError("not collated yet")
 
-    assert SampleCounter(None, lambda batch: None).count(Hostile()) is None
+    assert counter_of().count(Hostile()) is None
 
 
 def test_the_users_function_decides() -> None:
-    counter = SampleCounter(lambda batch: batch["tokens"], lambda batch: None)
+    counter = counter_of(batch_size_fn=lambda batch: batch["tokens"])
     assert counter.count({"tokens": 512, "x": X}) == 512

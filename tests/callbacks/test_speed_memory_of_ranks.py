@@ -80,7 +80,7 @@ def rank_epoch(**values: Any) -> RankEpoch:
 
 
 def together(*ranks: RankEpoch) -> EpochSpeed:
-    speed = put_together(ranks, epochs=(0, 0), peak_memory_source="a test")
+    speed = put_together(ranks)
     assert speed is not None
     return speed
 
@@ -110,7 +110,7 @@ def test_what_one_rank_does_not_know_is_known_of_none() -> None:
 
 
 def test_an_epoch_without_steps_is_none() -> None:
-    assert put_together([rank_epoch(steps=0, step_ms=[])], epochs=(0, 0), peak_memory_source="a test") is None
+    assert put_together([rank_epoch(steps=0, step_ms=[])]) is None
 
 
 def test_a_single_rank_is_not_compared() -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_accel.core.measured import finite
 from lightning_accel.core.states import SiteChanged
@@ -19,6 +19,8 @@ from lightning_accel.evidence.epoch_speed import EpochSpeed
 from lightning_accel.evidence.served import Served
 from lightning_accel.evidence.step_breakdown import Anatomy, MemoryPeaked
 from lightning_accel.tuning.comparison import Result
+
+T = TypeVar("T")
 
 FORMAT = 1
 MOST_PIECES = 32
@@ -188,10 +190,14 @@ def _built(kind: Any, value: Any) -> Any:
 
 
 def in_pieces(values: Sequence[float], most: int = MOST_PIECES) -> list[float]:
-    """Means over consecutive pieces of equal length; the last one may be shorter."""
+    """Means over consecutive pieces of equal length."""
+    return [round(math.fsum(piece) / len(piece), 4) for piece in pieces_of(values, most)]
+
+
+def pieces_of(values: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Consecutive pieces of equal length; the last one may be shorter."""
     length = piece_length(len(values), most)
-    pieces = (values[begin : begin + length] for begin in range(0, len(values), length))
-    return [round(math.fsum(piece) / len(piece), 4) for piece in pieces]
+    return [values[begin : begin + length] for begin in range(0, len(values), length)]
 
 
 def piece_length(count: int, most: int = MOST_PIECES) -> int:

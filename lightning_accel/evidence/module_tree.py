@@ -94,9 +94,8 @@ def tree_of(anatomy: Anatomy, held: Mapping[str, int]) -> Node:
     for path in {*costs, *held}:
         cost = costs.get(path, ModuleCost(module=path, kind=""))
         node_of(path).kind = cost.kind
-        node, names = root, path.split(".") if path else []
-        node.add(cost, held.get(path, 0))
-        for depth in range(1, len(names) + 1):
+        names = path.split(".") if path else []
+        for depth in range(len(names) + 1):
             node_of(".".join(names[:depth])).add(cost, held.get(path, 0))
     return _folded(root)
 

@@ -61,14 +61,12 @@ class LiveBlocks:
 
     def is_a(self, tensor: Tensor, category: str) -> bool:
         """Whether a tensor's storage was made as one of a category."""
-        blocks = [self._alive.get(storage) for storage in storages_of([tensor])]
-        return any(block is not None and block.category == category for block in blocks)
+        return any(block.category == category for block in self._blocks_of([tensor]))
 
     def are_logits(self, tensor: Tensor) -> None:
         """Tells that a tensor is what a loss over classes reads or makes."""
-        for storage in storages_of([tensor]):
-            if (block := self._alive.get(storage)) is not None:
-                block.is_logits = True
+        for block in self._blocks_of([tensor]):
+            block.is_logits = True
 
     def backward_begins(self) -> None:
         """Tells that what is alive of the forward pass is what the backward pass needs."""
@@ -83,12 +81,10 @@ class LiveBlocks:
         ``metered_bytes``: the most that was allocated by the allocator's own account; None: not known.
         """
         for tensors, category in ((gradients, GRADIENTS), (states, STATES)):
-            for storage in storages_of(tensors):
-                if (block := self._alive.get(storage)) is not None:
-                    block.category = category
+            for block in self._blocks_of(tensors):
+                block.category = category
         self._tell_kept_from_freed()
-        held = most = 0
-        peak = 0
+        held = most = peak = 0
         for number, (block, sign) in enumerate(self._events):
             held += sign * block.size
             if held > most:
@@ -106,6 +102,10 @@ class LiveBlocks:
             parts={name: size for name, size in parts.items() if size},
             modules={name: size for name, size in modules.items() if size},
         )
+
+    def _blocks_of(self, tensors: Iterable[Tensor]) -> list[_Block]:
+        found = [self._alive.get(storage) for storage in storages_of(tensors)]
+        return [block for block in found if block is not None]
 
     def _ender(self, block: _Block) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
         events = self._events

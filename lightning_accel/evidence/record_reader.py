@@ -53,10 +53,10 @@ def read_earlier(record: Record, most: int = 20) -> list[Record]:
 
 
 def _read(path: Path) -> Record:
-    lines = _lines(path)
-    first = next(lines, None)
-    if first is None:
+    lines = list(_lines(path))
+    if not lines:
         raise RecordError(f"{path} is empty: the run ended before its first line was written.")
+    first = lines[0]
     if first.get("kind") != "run":
         raise RecordError(f"{path} does not begin as the record of a run: give one that lightning-accel has written.")
     if first.get("format") != FORMAT:
@@ -66,7 +66,7 @@ def _read(path: Path) -> Record:
         )
     found: defaultdict[str, list[Any]] = defaultdict(list)
     try:
-        for line in (first, *lines):
+        for line in lines:
             kind = str(line.get("kind"))
             if (event := event_of(line)) is not None:
                 # Epochs are of any version: what is known of one is looked up by its name.
@@ -74,8 +74,6 @@ def _read(path: Path) -> Record:
         steps = [_checked(some) for some in found["steps"]]
         trials = {one.name: one for one in found["trial"]}
         sites = {(one.technique, one.site): one for one in found["site"]}
-    except RecordError:
-        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path} is damaged: {type(error).__name__}: {error}. Run the training again.") from error
     ended = found["end"][-1] if found["end"] else RunEnded(status="")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_accel.evidence.events import StepMeasured
+from lightning_accel.evidence.events import StepMeasured, pieces_of
 from lightning_accel.evidence.record import Record
 
 Curve = list[tuple[float, float]]
@@ -59,7 +59,10 @@ def curves_of(record: Record) -> dict[str, Curve]:
         HELD: list(_spread(record, lambda some: some.held_mib)),
         LOSS: [(float(step), loss) for step, loss in sorted(record.losses.items())],
         SCALE: list(_scales(record)),
-        **{shown: list(_spread(record, _said_of(name))) for name, shown in _OF_CARDS.items()},
+        **{
+            shown: list(_spread(record, lambda some, name=name: some.card.get(name, ())))
+            for name, shown in _OF_CARDS.items()
+        },
     }
     return {name: thinned(points) for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
 
@@ -70,10 +73,6 @@ def _spread(record: Record, of: Callable[[StepMeasured], Sequence[float]]) -> It
         values = of(some)
         length = (some.last - some.first + 1) / max(1, len(values))
         yield from ((some.first + length * (place + 1), value) for place, value in enumerate(values))
-
-
-def _said_of(name: str) -> Callable[[StepMeasured], Sequence[float]]:
-    return lambda some: some.card.get(name, ())
 
 
 def _scales(record: Record) -> Iterator[tuple[float, float]]:
@@ -87,9 +86,7 @@ def _scales(record: Record) -> Iterator[tuple[float, float]]:
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> Curve:
     """Means over consecutive pieces of equal length, without what is no number."""
     finite = [(float(at), float(value)) for at, value in points if math.isfinite(value)]
-    length = max(1, -(-len(finite) // most))
-    pieces = (finite[begin : begin + length] for begin in range(0, len(finite), length))
-    return [(piece[0][0], math.fsum(value for _, value in piece) / len(piece)) for piece in pieces]
+    return [(piece[0][0], math.fsum(value for _, value in piece) / len(piece)) for piece in pieces_of(finite, most)]
 
 
 def quantiles_ms(record: Record) -> list[float]:

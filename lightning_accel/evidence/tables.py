@@ -6,11 +6,10 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 from lightning_accel.evidence.amounts import figure, share, size
-from lightning_accel.evidence.module_tree import Node
 from lightning_accel.evidence.report_model import Page
 from lightning_accel.evidence.run_history import EPOCH_COLUMNS
 from lightning_accel.evidence.technique_summary import Tried
@@ -19,7 +18,10 @@ from lightning_accel.experiment.pair_test import RatioInterval
 Cell = tuple[str, float | None]
 """What is shown, and the number by which it is sorted; None: it is sorted as text."""
 
-Column = tuple[str, Callable[[Any], Any], Callable[[Any], Cell]]
+Field = str | int | Callable[[Any], Any]
+"""Of a row: its attribute, or its key where it is a mapping; its place where it is a tuple; or what reads it."""
+
+Column = tuple[str, Field, Callable[[Any], Cell]]
 
 _MOST_LEAVES = 40
 
@@ -38,7 +40,7 @@ class Table:
 def table(caption: str, columns: Sequence[Column], items: Iterable[Any], whole: Any = None) -> Table:
     """A row for each item, without the columns in which none has anything."""
     items = list(items)
-    rows = [[form(field(item)) for _, field, form in columns] for item in [*items, *([whole] if whole else [])]]
+    rows = [[form(_value(item, field)) for _, field, form in columns] for item in [*items, *([whole] if whole else [])]]
     kept = [place for place in range(len(columns)) if any(row[place][0] for row in rows)]
     rows = [[row[place] for place in kept] for row in rows]
     return Table(
@@ -48,6 +50,14 @@ def table(caption: str, columns: Sequence[Column], items: Iterable[Any], whole: 
         rows[: len(items)],
         rows[-1] if whole else [],
     )
+
+
+def _value(item: Any, field: Field) -> Any:
+    if callable(field):
+        return field(item)
+    if isinstance(field, int):
+        return item[field]
+    return item.get(field) if isinstance(item, Mapping) else getattr(item, field)
 
 
 # -- formats: a value as a cell; None is an empty one ----------------------------------------------------------------
@@ -88,11 +98,9 @@ def _spreads(one: Tried) -> Cell:
         return "the same to the bit", 0.0
     if off is None or math.isnan(off):
         return "", None
-    return (
-        (f"{off:.2g} times" if off < 100 else f"{off:,.0f} times", off)
-        if math.isfinite(off)
-        else ("not a number", sys.float_info.max)
-    )
+    if math.isinf(off):
+        return "not a number", sys.float_info.max
+    return (f"{off:.2g} times" if off < 100 else f"{off:,.0f} times"), off
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -101,54 +109,50 @@ def _spreads(one: Tried) -> Cell:
 def of(page: Page) -> dict[str, Table]:
     """All that a page has, by name; those that there is nothing for have no rows."""
     memory, model, peaks, served = page.memory, page.modules, page.peaks, page.served
-    held, whole_ms = sum(memory.parts.values()), 0.0 if model is None else model.ms
-    leaves = [] if model is None else sorted(model.leaves(), key=lambda pair: -pair[1].ms)[:_MOST_LEAVES]
+    held = {one.module or "(model)": one.bytes for one in memory.modules}
+    whole_ms = 0.0 if model is None else model.ms
+    modules = [] if model is None else [replace(one, name=f"{'· ' * depth}{one.name}") for depth, one in model.walk()]
+    leaves = [] if model is None else [replace(one, name=path) for path, one in model.leaves()]
     metrics = list(served.forms[0].scores) if served is not None and served.forms else []
     return {
         "parts": _shares("Parts of a step", ("part", "ms"), milliseconds, page.parts_ms, "total"),
         "memory": _shares("Memory at the peak", ("what", "size"), sized, memory.parts, "all tensors"),
-        "held": _shares(
-            "Activations by module",
-            ("module", "size"),
-            sized,
-            {one.module or "(model)": one.bytes for one in memory.modules},
-            of=held,
-        ),
+        "held": _shares("Activations by module", ("module", "size"), sized, held, of=sum(memory.parts.values())),
         "modules": table(
             "Modules",
             [
-                ("module", itemgetter(0), text),
-                ("class", _of_node("kind"), text),
-                ("share", lambda pair: pair[1].ms / (whole_ms or 1.0), shared),
-                ("forward, ms op by op", _of_node("forward_ms"), milliseconds),
-                ("backward, ms op by op", _of_node("backward_ms"), milliseconds),
-                ("GFLOP/s", _of_node("gflops_per_sec"), number),
-                ("GB/s", _of_node("gb_per_sec"), number),
-                ("memory at the peak", _of_node("held_bytes"), sized),
+                ("module", "name", text),
+                ("class", "kind", text),
+                ("share", lambda node: node.ms / (whole_ms or 1.0), shared),
+                ("forward, ms op by op", "forward_ms", milliseconds),
+                ("backward, ms op by op", "backward_ms", milliseconds),
+                ("GFLOP/s", "gflops_per_sec", number),
+                ("GB/s", "gb_per_sec", number),
+                ("memory at the peak", "held_bytes", sized),
             ],
-            () if model is None else [(f"{'· ' * depth}{node.name}", node) for depth, node in model.walk()],
+            modules,
         ),
         "limits": table(
             "Modules beside the limits of the machine",
             [
-                ("module", itemgetter(0), text),
-                ("FLOPs a byte", _of_node("flops_per_byte"), number),
-                ("GFLOP/s", _of_node("gflops_per_sec"), number),
-                ("GB/s", _of_node("gb_per_sec"), number),
-                ("share of the limit", lambda pair: pair[1].of_the_roof(peaks), shared),
-                ("ms, op by op", _of_node("ms"), milliseconds),
+                ("module", "name", text),
+                ("FLOPs a byte", "flops_per_byte", number),
+                ("GFLOP/s", "gflops_per_sec", number),
+                ("GB/s", "gb_per_sec", number),
+                ("share of the limit", lambda node: node.of_the_roof(peaks), shared),
+                ("ms, op by op", "ms", milliseconds),
             ],
-            leaves if peaks is not None else (),
+            () if peaks is None else sorted(leaves, key=lambda node: -node.ms)[:_MOST_LEAVES],
         ),
         "trials": table(
             "Live trials",
             [
-                ("option", attrgetter("name"), text),
-                ("verdict", attrgetter("verdict"), text),
+                ("option", "name", text),
+                ("verdict", "verdict", text),
                 ("speed, 95% interval", _BOUNDS, interval),
-                ("steps", attrgetter("steps"), number),
+                ("steps", "steps", number),
                 ("peak memory", _PEAKS, _memory),
-                ("set up, s", attrgetter("setup_s"), number),
+                ("set up, s", "setup_s", number),
             ],
             page.trials,
         ),
@@ -156,10 +160,10 @@ def of(page: Page) -> dict[str, Table]:
         "outcomes": table(
             "Predictions",
             [
-                ("found", attrgetter("finding"), text),
-                ("predicted", attrgetter("predicted"), times),
+                ("found", "finding", text),
+                ("predicted", "predicted", times),
                 ("measured", attrgetter("measured", "ratio"), tuple),
-                ("earlier run", attrgetter("earlier"), text),
+                ("earlier run", "earlier", text),
             ],
             page.outcomes,
         ),
@@ -167,41 +171,32 @@ def of(page: Page) -> dict[str, Table]:
             "Layout copies",
             [
                 ("where", lambda one: one.line or f"backward pass of {one.module or 'the model'}", text),
-                ("made by", attrgetter("made_by"), text),
-                ("times", attrgetter("count"), number),
-                ("size", attrgetter("moved_bytes"), sized),
-                ("ms, op by op", attrgetter("ms"), milliseconds),
+                ("made by", "made_by", text),
+                ("times", "count", number),
+                ("size", "moved_bytes", sized),
+                ("ms, op by op", "ms", milliseconds),
             ],
             page.layouts,
         ),
         "epochs": table(
             "Epochs",
-            [
-                (head, methodcaller("get", name), shared if is_share else number)
-                for name, (head, is_share) in EPOCH_COLUMNS.items()
-            ],
+            [(head, name, shared if is_share else number) for name, (head, is_share) in EPOCH_COLUMNS.items()],
             page.epochs,
         ),
         "curves": table(
             "Over the run",
-            [
-                ("curve", itemgetter(0), text),
-                *(
-                    (head, lambda one, of=of: of([value for _, value in one[1]]), number)
-                    for head, of in _OF_CURVES.items()
-                ),
-            ],
-            page.curves.items(),
+            [("curve", "curve", text), *((head, head, number) for head in ("first", "least", "most", "last"))],
+            (_course(name, [value for _, value in points]) for name, points in page.curves.items()),
         ),
         "cards": table("Cards", _NAMED, page.cards.items()),
         "served": table(
             "Served forms",
             [
                 ("form", lambda one: f"{one.name} (worse)" if one.is_worse else one.name, text),
-                *((f"{name}, ms", attrgetter(f"{name}_ms"), milliseconds) for name in ("p50", "p95", "p99")),
+                *((f"{name}, ms", f"{name}_ms", milliseconds) for name in ("p50", "p95", "p99")),
                 ("speed, 95% interval", attrgetter("speedup", "low", "high"), interval),
-                ("on disk", attrgetter("disk_bytes"), sized),
-                ("error", attrgetter("error"), number),
+                ("on disk", "disk_bytes", sized),
+                ("error", "error", number),
                 *(
                     (head, lambda one, of=of, name=name: getattr(one, of).get(name), number)
                     for name in metrics
@@ -226,15 +221,15 @@ def _shares(
     """Parts of a whole, with their shares."""
     total = of or sum(values.values()) or 1.0
     columns: list[Column] = [
-        (heads[0], itemgetter(0), text),
-        (heads[1], itemgetter(1), form),
+        (heads[0], 0, text),
+        (heads[1], 1, form),
         ("share", lambda one: one[1] / total, shared),
     ]
     return table(caption, columns, values.items(), (whole, total) if whole else None)
 
 
-def _of_node(name: str) -> Callable[[tuple[str, Node]], Any]:
-    return lambda pair: getattr(pair[1], name)
+def _course(name: str, values: Sequence[float]) -> dict[str, Any]:
+    return {"curve": name, "first": values[0], "least": min(values), "most": max(values), "last": values[-1]}
 
 
 def _asked_for(techniques: Iterable[Tried]) -> list[Tried]:
@@ -267,9 +262,9 @@ def _of_part(over: str, under: str) -> Callable[[Tried], float | None]:
 
 _BOUNDS, _PEAKS = attrgetter("ratio", "low", "high"), attrgetter("peak_bytes_without", "peak_bytes_with")
 _TECHNIQUE: list[Column] = [
-    ("technique", attrgetter("name"), text),
-    ("result", attrgetter("came_of_it"), text),
-    ("why", attrgetter("why"), text),
+    ("technique", "name", text),
+    ("result", "came_of_it", text),
+    ("why", "why", text),
     ("speed of whole steps", lambda one: None if one.trial is None else _BOUNDS(one.trial), interval),
     ("judged on", _judged_on, text),
     ("peak memory", lambda one: None if one.trial is None else _PEAKS(one.trial), _memory),
@@ -277,11 +272,5 @@ _TECHNIQUE: list[Column] = [
     ("speed of what it replaces", _of_part("original_ms", "candidate_ms"), times),
     ("memory of what it replaces", _of_part("candidate_bytes", "original_bytes"), times),
 ]
-_NAMED: list[Column] = [("what", itemgetter(0), text), ("value", itemgetter(1), number)]
-_PLAIN: list[Column] = [("what", itemgetter(0), text), ("value", itemgetter(1), text)]
-_OF_CURVES: dict[str, Callable[[list[float]], float]] = {
-    "first": itemgetter(0),
-    "least": min,
-    "most": max,
-    "last": itemgetter(-1),
-}
+_NAMED: list[Column] = [("what", 0, text), ("value", 1, number)]
+_PLAIN: list[Column] = [("what", 0, text), ("value", 1, text)]

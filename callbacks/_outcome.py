@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.callbacks._announcements import report_of, tuning_of
-from lightning_accel.core.report import Report
 from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.figures import MEND, can_draw, share_bar
 from lightning_accel.evidence.speed import Speed
@@ -19,7 +18,6 @@ from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
-from lightning_accel.tuning.tuning_result import Tuning
 
 _RUN = f"{PREFIX}run/"  # not the names of an epoch's metrics, with which they would share a chart
 _BOUNDS = (f"{_RUN}speed_ratio", f"{_RUN}speed_ratio_low", f"{_RUN}speed_ratio_high")
@@ -43,19 +41,9 @@ class FitOutcome:
         return self.trainer.global_step
 
     @property
-    def report(self) -> Report | None:
-        """What the plugin did; None without it."""
-        return report_of(self.trainer)
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """What live trials have come to; None without them."""
-        return tuning_of(self.trainer)
-
-    @property
     def ratio(self) -> RatioInterval | None:
         """How many times as fast as plain it runs; None where that is not known, and where it runs as plain."""
-        tuning = self.tuning
+        tuning = tuning_of(self.trainer)
         return None if tuning is None or tuning.whole is None or not tuning.choices else tuning.whole.interval
 
     @property
@@ -71,7 +59,8 @@ class FitOutcome:
             parts.append(f"peak {self.peak_memory_mib:,.0f} MiB")
         if self.epochs and (stragglers := self.epochs[-1].stragglers) is not None:
             parts.append(stragglers.line())
-        techniques = {} if self.report is None else self.report.techniques
+        report = report_of(self.trainer)
+        techniques = {} if report is None else report.techniques
         in_force = [name for name, one in techniques.items() if one.acts and name != "tuning"]
         parts.append(f"with {', '.join(in_force)}" if in_force else "as the user wrote it")
         return ", ".join(parts)
@@ -79,21 +68,18 @@ class FitOutcome:
     @functools.cached_property
     def markdown(self) -> str:
         """For loggers that show text; of a run that has left a record, its report."""
-        lines = [f"**{self.line()}**"]
-        if self.record is not None:
-            lines.append(self._report_on(self.record))
-        elif self.report is not None:
-            lines.append(f"```\n{self.report.to_text()}\n```")
-        if not can_draw():
-            lines.append(MEND)
-        return "\n\n".join(lines) + "\n"
-
-    def _report_on(self, record: Path) -> str:
         from lightning_accel.evidence.render import to_markdown
         from lightning_accel.evidence.report_model import page_on  # late: nobody asks during a run
 
-        done = None if self.report is None else self.report.to_dict()
-        return to_markdown(page_on(record, status="finished", report=done))
+        lines, report = [f"**{self.line()}**"], report_of(self.trainer)
+        if self.record is not None:
+            done = None if report is None else report.to_dict()
+            lines.append(to_markdown(page_on(self.record, status="finished", report=done)))
+        elif report is not None:
+            lines.append(f"```\n{report.to_text()}\n```")
+        if not can_draw():
+            lines.append(MEND)
+        return "\n\n".join(lines) + "\n"
 
     @functools.cached_property
     def figures(self) -> dict[str, Any]:
@@ -118,6 +104,7 @@ class FitOutcome:
 
     def compared(self) -> dict[str, dict[str, Any]]:
         """By name everything that its live trials compared."""
+        tuning = tuning_of(self.trainer)
         return {
             name: {
                 **{f"{PREFIX}compared": name, f"{PREFIX}verdict": result.verdict},
@@ -125,7 +112,7 @@ class FitOutcome:
                 **_of(result.interval),
                 f"{_RUN}turns": float(result.turns),
             }
-            for name, result in ({} if self.tuning is None else self.tuning.results).items()
+            for name, result in ({} if tuning is None else tuning.results).items()
         }
 
     def metrics(self) -> dict[str, float]:

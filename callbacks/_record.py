@@ -81,17 +81,14 @@ class FitRecord:
         self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         is_automatic = trainer.lightning_module.automatic_optimization
         self._divided_by = trainer.accumulate_grad_batches if is_automatic else 1  # what Lightning shows of a loss
-        self._cycle_ms: list[float] = []
-        self._wait_ms: list[float] = []
-        self._samples = 0
         self._losses: list[tuple[int, Tensor]] = []
         self._stride = 1
         self._held_mib: list[float] = []
         self._captured, self._compiling_ms = graphs_captured(), compiling_ms()
         self._captured_before = self._captured  # the latest step
-        self._capturing_ms: list[float] = []  # of steps that have captured a graph
+        self._new = StepTally()  # of the steps that are in no line yet
         self._tally = StepTally()  # the latest
-        self._taken = self._taken_samples = self._taken_capturing = 0  # of it
+        self._taken = 0, 0, 0  # how many steps, captures and samples of it
 
     def keep_in(self, folder: Path) -> None:
         """Writes the record to a file in this folder from now on, with what it has been told so far."""
@@ -142,7 +139,9 @@ class FitRecord:
 
     def _keep(self, outputs: Any) -> None:
         if self._steps % EVERY == 0:
-            self._hold()
+            is_cuda = self._device.type == "cuda"
+            held = torch.cuda.memory_allocated(self._device) if is_cuda else psutil.Process().memory_info().rss
+            self._held_mib.append(held / 2**20)
         if self._steps % self._stride == 0:
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             # A DTensor's value may be a collective call; a view would keep what it is a view of.
@@ -176,7 +175,9 @@ class FitRecord:
         self._take(tally)
         if self._writer is None or self._due.is_over():
             self._write()
-        self._epochs.append(EpochEnded(**vars(speed), reserved_mib=self._reserved_mib()))
+        reserved_bytes = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
+        reserved_mib = None if reserved_bytes is None else reserved_bytes / 2**20  # a CPU has several allocators
+        self._epochs.append(EpochEnded(**vars(speed), reserved_mib=reserved_mib))
         self._emit()
 
     def training_ended(self, tally: StepTally, exception: BaseException | None = None) -> None:
@@ -207,43 +208,30 @@ class FitRecord:
                 report.page = partial(shown_in_notebooks, self._writer.path)
         self.folder, self._has_failed = None, True  # nothing more is written
 
-    def _reserved_mib(self) -> float | None:
-        """The most that torch's allocator has taken from a GPU in this epoch; None on a CPU, which has several."""
-        is_cuda = self._device.type == "cuda"
-        return torch.cuda.max_memory_reserved(self._device) / 2**20 if is_cuda else None
-
-    def _hold(self) -> None:
-        is_cuda = self._device.type == "cuda"
-        held = torch.cuda.memory_allocated(self._device) if is_cuda else psutil.Process().memory_info().rss
-        self._held_mib.append(held / 2**20)
-
     def _take(self, tally: StepTally) -> None:
         """Takes over what the tally has been told since this was last called, or all of a new one."""
-        if tally is not self._tally:
-            self._tally, self._taken, self._taken_samples, self._taken_capturing = tally, 0, 0, 0
-        self._capturing_ms += tally.labelled_ms[self._taken_capturing :]
-        self._cycle_ms += tally.cycle_ms[self._taken :]
-        self._wait_ms += tally.wait_ms[self._taken :]
-        self._samples += tally.samples - self._taken_samples
-        self._taken, self._taken_samples = len(tally.cycle_ms), tally.samples
-        self._taken_capturing = len(tally.labelled_ms)
+        steps, captures, samples = self._taken if tally is self._tally else (0, 0, 0)
+        self._new.cycle_ms += tally.cycle_ms[steps:]
+        self._new.wait_ms += tally.wait_ms[steps:]
+        self._new.labelled_ms += tally.labelled_ms[captures:]
+        self._new.samples += tally.samples - samples
+        self._tally, self._taken = tally, (len(tally.cycle_ms), len(tally.labelled_ms), tally.samples)
 
     def _write(self) -> None:
         self._due = Deadline(EVERY_S)
         if self._steps > self._written:
-            self._guarded(lambda: self._course.append(self._some()))
-            self._emit()
+            self._emit(takes_steps=True)
 
     def _some(self) -> StepMeasured:
-        taken = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken()
+        taken, new = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken(), self._new
         captured, compiling = graphs_captured(), compiling_ms()
         some = StepMeasured(
             first=self._written + 1,
             last=self._steps,
-            timed=len(self._cycle_ms),
-            cycle_ms=in_pieces(self._cycle_ms),
-            wait_ms=in_pieces(self._wait_ms),
-            samples=self._samples if self.knows_samples else None,
+            timed=len(new.cycle_ms),
+            cycle_ms=in_pieces(new.cycle_ms),
+            wait_ms=in_pieces(new.wait_ms),
+            samples=new.samples if self.knows_samples else None,
             losses=[(step, self._divided_by * value) for step, loss in self._losses for value in _value_of(loss)],
             looked_at=taken.steps,
             parts_ms=taken.parts_ms,
@@ -253,18 +241,24 @@ class FitRecord:
             loading_cpu_ms=taken.loading_cpu_ms,
             card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
             samples_ms=taken.samples_ms,
-            capturing=len(self._capturing_ms),
-            capturing_ms=sum(self._capturing_ms),
+            capturing=len(new.labelled_ms),
+            capturing_ms=sum(new.labelled_ms),
         )
-        self._written, self._samples = self._steps, 0
-        self._captured, self._compiling_ms = captured, compiling
-        self._cycle_ms, self._wait_ms, self._losses, self._held_mib, self._capturing_ms = [], [], [], [], []
+        self._written, self._captured, self._compiling_ms = self._steps, captured, compiling
+        self._new, self._losses, self._held_mib = StepTally(), [], []
         return some
 
-    def _emit(self, *events: Event) -> None:
+    def _emit(self, *events: Event, takes_steps: bool = False) -> None:
         """Writes what it has been told of that is not in the file, and these."""
-        if (folder := self.folder) is not None:
-            self._guarded(lambda: self._write_to(folder, *events))
+        try:
+            if takes_steps:
+                self._course.append(self._some())
+            if self.folder is not None:
+                self._write_to(self.folder, *events)
+        except Exception as error:  # whatever it is: the run is worth more than its record
+            self.folder, self._has_failed = None, True
+            message = f"this run's record could not be written: {one_line(error)}. The run goes on without one."
+            say(self._trainer, message)
 
     def _write_to(self, folder: Path, *events: Event) -> None:
         if self._writer is None:
@@ -276,16 +270,6 @@ class FitRecord:
         self._writer.write(*self._course[self._in_file :], *self._epochs, *decided, *events)
         self._in_file = len(self._course)
         self._epochs.clear()
-
-    def _guarded(self, do: Callable[[], object]) -> None:
-        try:
-            do()
-        except Exception as error:  # whatever it is: the run is worth more than its record
-            self.folder, self._has_failed = None, True
-            say(
-                self._trainer,
-                f"this run's record could not be written: {one_line(error)}. The run goes on without one.",
-            )
 
 
 def _value_of(loss: Tensor) -> list[float]:

@@ -23,7 +23,7 @@ import torch
 from _gpu import arguments, is_possible, write
 from torch import Tensor
 
-from lightning_accel.callbacks._flops import peak_flops_per_sec
+from lightning_accel.callbacks._step_watch import peak_flops_per_sec
 from lightning_accel.claims.measure import peak_step_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import Backend, attend, installed_backends

@@ -9,9 +9,8 @@ from lightning_accel.callbacks._allowance import IN_A_ROW, Allowance, Rests
 from lightning_accel.callbacks._announcements import advise
 from lightning_accel.callbacks._batch_size import SizeReader
 from lightning_accel.callbacks._epoch_ends import EpochEnds
-from lightning_accel.callbacks._interval import Interval
+from lightning_accel.callbacks._interval import Interval, put_together
 from lightning_accel.callbacks._phase_sampler import PhaseSampler
-from lightning_accel.callbacks._ranks import put_together
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import record_folder, report_path
 from lightning_accel.callbacks._step_watch import StepWatch, has_settled

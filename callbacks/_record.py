@@ -17,8 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lightning_accel.callbacks._announcements import report_of, say
-from lightning_accel.callbacks._decisions import Decisions
+from lightning_accel.callbacks._announcements import Decisions, report_of, say
 from lightning_accel.callbacks._header import header_of
 from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
 from lightning_accel.callbacks._reporting import leave_report, shown_in_notebooks

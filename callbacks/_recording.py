@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_accel.callbacks._announcements import report_of
 from lightning_accel.callbacks._phase_patch import PARTS, PartsPatch
-from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, techniques_by_site, with_techniques
-from lightning_accel.callbacks._tracks import add_tracks
+from lightning_accel.callbacks._ranges import ModuleRanges, Ranges, add_tracks, techniques_by_site, with_techniques
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.profilers import closing_ranges, giving_way
 from lightning_accel.core.report import one_line

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_accel.callbacks._announcements import say
-from lightning_accel.callbacks._logger_adapters import adapters_of
-from lightning_accel.callbacks._outcome import FitOutcome
+from lightning_accel.callbacks._outcome import FitOutcome, adapters_of
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.callbacks._reporting import report_path
 from lightning_accel.core.ranks import rank_zero_info

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from lightning_accel.evidence import compute_findings as in_steps
-from lightning_accel.evidence import memory_findings as in_memory
 from lightning_accel.evidence import overhead_findings as around
 from lightning_accel.evidence.finding import Finding, Seen
 from lightning_accel.evidence.record import Record
@@ -29,8 +28,8 @@ _FINDERS: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     in_steps.tiny_batches,
     in_steps.layouts,
     in_steps.waits,
-    in_memory.logits,
-    in_memory.leak,
+    in_steps.logits,
+    in_steps.leak,
 )
 
 

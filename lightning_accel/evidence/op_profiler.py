@@ -28,9 +28,16 @@ from lightning_accel.core.user_frames import users_line
 from lightning_accel.evidence import step_breakdown
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.peak_tensors import LiveBlocks
-from lightning_accel.evidence.roofline import COPYING, Operation, alike, is_of_weight, weight_shapes
+from lightning_accel.evidence.roofline import (
+    COPYING,
+    Operation,
+    alike,
+    is_of_weight,
+    odd_operand,
+    strides_that_matter,
+    weight_shapes,
+)
 from lightning_accel.evidence.step_breakdown import OPTIMIZER, Anatomy, LayoutCopy, MemoryPeaked, ModuleCost
-from lightning_accel.evidence.strides import odd_operand, strides_that_matter
 from lightning_accel.memory.meter import MeterBusyError, meter_for
 
 # Operations, without the line that some names begin with.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from lightning_accel.callbacks._collectives_patch import CollectivesPatch
+from lightning_accel.callbacks._phase_patch import CollectivesPatch
 from lightning_accel.evidence.phase_names import COMMUNICATION
 
 

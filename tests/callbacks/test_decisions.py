@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
-from lightning_accel.callbacks._decisions import Decisions
+from lightning_accel.callbacks._announcements import Decisions
 from lightning_accel.core.report import Report, TechniqueReport
 from lightning_accel.core.states import SiteChanged
 from lightning_accel.evidence.events import PlanHeld, TrialDecided

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_accel.callbacks._flops import FlopMeter, peak_flops_per_sec
+from lightning_accel.callbacks._step_watch import FlopMeter, peak_flops_per_sec
 from lightning_accel.evidence import flops
 from lightning_accel.evidence.flops import FlopMode
 

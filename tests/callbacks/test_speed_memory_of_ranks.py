@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_accel.callbacks import EpochSpeed
-from lightning_accel.callbacks._ranks import RankEpoch, put_together, thinned
+from lightning_accel.callbacks._interval import RankEpoch, put_together, thinned
 from lightning_accel.evidence.record_reader import read_record
 from lightning_accel.evidence.render import to_markdown
 from lightning_accel.evidence.report_model import page_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_accel.callbacks import Stragglers
-from lightning_accel.callbacks._ranks import RankEpoch, compare_ranks
+from lightning_accel.callbacks._interval import RankEpoch, compare_ranks
 
 
 def compared(*ranks: tuple[float | None, float | None, float | None]) -> Stragglers | None:

@@ -14,7 +14,7 @@ import torch
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import TraceCallback
 from lightning_accel.callbacks._phase_patch import PARTS
-from lightning_accel.callbacks._tracks import PHASES, PROCESS, STEPS, add_tracks
+from lightning_accel.callbacks._ranges import PHASES, PROCESS, STEPS, add_tracks
 from lightning_accel.evidence.phase_names import DATA
 from support.measured_runs import loader
 from support.traced_runs import Blocks, fit, names, read

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_accel.evidence.strides import odd_operand
+from lightning_accel.evidence.roofline import odd_operand
 
 aten = torch.ops.aten
 PICTURES = torch.zeros(2, 3, 8, 6)

@@ -27,9 +27,8 @@ class Allowance:
 
     def __init__(self, trainer: Trainer, *, is_asked: bool) -> None:
         purse = getattr(trainer.precision_plugin, "purse", None)
-        self._is_own = not isinstance(purse, Purse)
+        self._is_own, self.is_asked = not isinstance(purse, Purse), is_asked
         self._purse = purse if isinstance(purse, Purse) else Purse()
-        self.is_asked = is_asked
         if self._is_own:
             self._purse.steps = max(0.0, turns_left(trainer) * trainer.accumulate_grad_batches)
 

@@ -11,11 +11,12 @@ import contextlib
 import itertools
 import time
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_accel.callbacks._announcements import report_of
+from lightning_accel.core.ranks import gather
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.resilience.requeue import is_accumulating
 
@@ -23,6 +24,7 @@ _PATIENCE_S = 1.0  # for a last step that did not keep the ranks together: one w
 _PATIENCE_UNFORESEEN_S = 10.0  # for ranks that stopped together and take different times over what comes after
 _LOOK_S = 0.005
 _fits = itertools.count()
+T = TypeVar("T")
 
 
 def is_last_of_epoch(trainer: Trainer, batch_idx: int) -> bool:
@@ -53,6 +55,16 @@ def _counted_a_turn(trainer: Trainer) -> float:
         return 1.0
     batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
     return max(1.0, trainer.global_step / batches if batches else len(trainer.optimizers))
+
+
+def gather_at_end(trainer: Trainer, ends: EpochEnds | None, value: T) -> list[T]:
+    """Every rank's value at the end of an epoch, this one's alone where they end apart; collective where together."""
+    if trainer.world_size == 1 or (ends is not None and not ends.are_together()):
+        return [value]
+    values = gather(value)
+    if ends is not None:
+        ends.forget()
+    return values
 
 
 class EpochEnds:
@@ -118,7 +130,7 @@ class EpochEnds:
         return bool(decided == "together")
 
     def forget(self) -> None:
-        """Clears away what was said of the latest end. To be called once all ranks have gone by it."""
+        """Clears away what was said of the latest end, which all ranks have gone by."""
         with contextlib.suppress(dist.DistError):  # the process that held the store has left, after the last epoch
             self._store.delete_key(self._key(self._rank))
             if self._rank == 0:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_accel.callbacks._allowance import IN_A_ROW, Allowance, Rests
 from lightning_accel.callbacks._announcements import advise
 from lightning_accel.callbacks._batch_size import SizeReader
-from lightning_accel.callbacks._epoch_ends import EpochEnds
+from lightning_accel.callbacks._epoch_ends import EpochEnds, gather_at_end
 from lightning_accel.callbacks._interval import Interval, put_together
 from lightning_accel.callbacks._phase_sampler import PhaseSampler
 from lightning_accel.callbacks._record import FitRecord
@@ -17,7 +17,6 @@ from lightning_accel.callbacks._step_watch import StepWatch, has_settled
 from lightning_accel.callbacks._summary_logger import Teller
 from lightning_accel.core.clocks import Deadline, seconds
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.core.ranks import gather
 from lightning_accel.core.step_timeline import Driver, StepTally, StepTimeline
 from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import has_images
@@ -107,14 +106,13 @@ class FitInstruments:
 
     def _look_at_phases(self) -> None:
         shows = self.teller is not None and self.teller.shows_figures
-        if self.record is None or not (self.record.folder is not None or shows):
+        # Under XLA a step runs when it is over: its phases would be those of recording it.
+        is_xla = self._trainer.strategy.root_device.type == "xla"
+        if self.record is None or is_xla or not (self.record.folder is not None or shows):
             return
-        if (
-            self._trainer.strategy.root_device.type != "xla"
-        ):  # there a step runs when it is over: its phases are those of recording it
-            phases = self._phases = PhaseSampler(self._trainer, self.timeline, lambda: has_settled(self._trainer))
-            self.record.parts = self.watch.phases = phases
-            self._hear_of_fetches(phases)  # which tells the timeline
+        phases = self._phases = PhaseSampler(self._trainer, self.timeline, lambda: has_settled(self._trainer))
+        self.record.parts = self.watch.phases = phases
+        self._hear_of_fetches(phases)  # which tells the timeline
 
     def _look(self) -> None:
         """Makes what the run can pay by now. Told at the end of a step, so that the next one begins with it."""
@@ -263,11 +261,7 @@ class FitInstruments:
         with self._allowance.paying():
             epochs = self.epochs or [self._trainer.current_epoch]
             rank = self.interval.measured(self.steps - self._restarted_at, epochs)
-            is_together = self.ends is None or self.ends.are_together()
-            ranks = gather(rank) if is_together and self._trainer.world_size > 1 else [rank]
-            speed = put_together(ranks)
-            if self.ends is not None and is_together:
-                self.ends.forget()
+            speed = put_together(gather_at_end(self._trainer, self.ends, rank))
             if self.record is not None and speed is not None:
                 self.record.epoch_ended(self.interval.tally, speed)
             if self.teller is not None and speed is not None:

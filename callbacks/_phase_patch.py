@@ -189,9 +189,5 @@ def _is_capturing() -> bool:
 def _is_asked_by_torch_distributed() -> bool:
     """Whether it is what calls us, or what calls ``torch.cuda.Stream.wait_stream``, which calls us."""
     caller = sys._getframe(2)
-    callers = (caller, caller.f_back)  # none above a hook on a thread of autograd
-    return any(one is not None and _is_of_torch_distributed(one.f_globals.get("__name__")) for one in callers)
-
-
-def _is_of_torch_distributed(module: Any) -> bool:
-    return isinstance(module, str) and module.startswith("torch.distributed.")
+    callers = [one for one in (caller, caller.f_back) if one is not None]  # none above a hook on a thread of autograd
+    return any(str(one.f_globals.get("__name__")).startswith("torch.distributed.") for one in callers)

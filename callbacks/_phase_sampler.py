@@ -104,14 +104,13 @@ class PhaseSampler:
 
     def step_ended(self) -> None:
         """Told after the timeline that a step has ended. The next one may be one to look at."""
-        if self._is_looking and not self._is_watched:
+        if self._is_looking:
             if self.is_holding:
                 self._looks_to_hold = HOLD_EVERY
-            else:
+            elif not self._is_watched:
                 self._hold_ms = 1e3 * self._look.seconds()  # as long as the host takes over a step
                 self._loading_cpu_ms += self._fetched_ms
                 self._samples_ms += self._loaded_ms
-        if self._is_looking:
             self._drop()
         self._left -= 1
         if self._left == 0:

@@ -76,17 +76,12 @@ def record_folder(trainer: Trainer) -> Path | None:
     asked_for = os.environ.get(RECORD_VARIABLE)
     folder = Path(asked_for) if asked_for else next(filter(None, map(folder_of, trainer.loggers)), None)
     if folder is None and (report := report_path(trainer)) is not None:
-        folder = report.parent if _may_have(report.parent / FOLDER) else Path(trainer.default_root_dir)
+        folder = report.parent
+        try:
+            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            folder = Path(trainer.default_root_dir)
     return None if folder is None else folder / FOLDER
-
-
-def _may_have(folder: Path) -> bool:
-    """Whether there can be such a folder; it is made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return True
 
 
 def folder_of(logger: Any) -> Path | None:

@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from lightning_accel.callbacks._announcements import Announcements
 from lightning_accel.callbacks._batch_size import SampleCounter
-from lightning_accel.callbacks._epoch_ends import EpochEnds
+from lightning_accel.callbacks._epoch_ends import EpochEnds, gather_at_end
 from lightning_accel.callbacks._nvml import Card, EnergyMeter, NoCardError
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.core.ranks import gather
 from lightning_accel.evidence.epoch_speed import PREFIX
 from lightning_accel.lightning.packages import Callback, LightningModule, Trainer, callbacks_of
 
@@ -146,7 +145,7 @@ class _FitStats:
     def __init__(self, trainer: Trainer, batch_size_fn: Callable[[Any], int] | None, course: Course) -> None:
         self._course = course
         self._notes = Announcements(trainer)
-        self._world_size = trainer.world_size
+        self._trainer = trainer
         self.card: Card | None = None
         try:
             self.card = Card.open(trainer.strategy.root_device)
@@ -176,10 +175,7 @@ class _FitStats:
     def measure(self) -> dict[str, float]:
         """What is logged of the epoch; a collective call of ranks that end it together."""
         self._epoch.energy_j = self.energy.joules()
-        is_together = self.ends is None or self.ends.are_together()
-        cards = gather(self._epoch) if is_together and self._world_size > 1 else [self._epoch]
-        if self.ends is not None and is_together:
-            self.ends.forget()
+        cards = gather_at_end(self._trainer, self.ends, self._epoch)
         for reason in sorted({reason for card in cards for reasons in card.throttled_by for reason in reasons}):
             self._notes.say(f"the clocks of a GPU were throttled: {reason} (accel/gpu/throttled_frac_{reason}).")
         return put_together(cards)

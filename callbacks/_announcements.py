@@ -53,10 +53,9 @@ def advise(trainer: Trainer, speed: EpochSpeed, *, has_images: bool) -> bool:
     """Says what to change in a run whose interval has waited long enough for its data; whether it has."""
     if speed.data_wait_frac is None or speed.data_wait_frac <= WORTH_ADVICE:
         return False
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return False  # of a batch, nothing can be told
-    if speed.world_size != trainer.world_size:
-        return False  # the ranks are not here together to hear what rank 0 has to say
+    # Of a batch, nothing can be told; and ranks that are not here together do not hear what rank 0 has to say.
+    if trainer.fast_dev_run or speed.world_size != trainer.world_size:  # type: ignore[attr-defined]
+        return False
     lines = waiting_advice(
         leaves(trainer.train_dataloader),
         speed.data_wait_frac,

@@ -267,13 +267,10 @@ class FitInstruments:
             if self.teller is not None and speed is not None:
                 self.teller.epochs.append(speed)
         self.epochs, self._next_interval = [], Deadline(self._every_s)
-        return speed
-
-    def advise(self, speed: EpochSpeed) -> None:
-        """Says what to change in a run that waits for its data, the first time that an interval does so."""
-        if not self._has_advised:
+        if speed is not None and not self._has_advised:  # what to change in a run that waits for its data
             of_images = self.record is not None and self.record.has_images  # the first rank's: it is what is said
             self._has_advised = advise(self._trainer, speed, has_images=of_images)
+        return speed
 
     def settled(self) -> None:
         """Told where live trials have settled."""

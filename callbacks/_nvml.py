@@ -154,23 +154,22 @@ class EnergyMeter:
         self.resume()
 
     def resume(self) -> None:
-        if self._card is not None:
-            self._began_j = self._read_j(self._card)
+        self._began_j = self._read_j()
 
     def pause(self) -> None:
-        if self._card is not None and self._began_j is not None:
-            self._spent_j += self._read_j(self._card) - self._began_j
+        if self._began_j is not None:
+            self._spent_j += self._read_j() - self._began_j
             self._began_j = None
 
     def joules(self) -> float | None:
         """Spent since :meth:`restart`, pauses taken out; None where the counter cannot be read."""
         self.pause()
-        return None if self._card is None or math.isnan(self._spent_j) else self._spent_j
+        return None if math.isnan(self._spent_j) else self._spent_j
 
     def close(self) -> None:
         if self._card is not None:
             self._card.close()
 
-    def _read_j(self, card: Card) -> float:
-        joules = card.energy_j()
+    def _read_j(self) -> float:
+        joules = None if self._card is None else self._card.energy_j()
         return math.nan if joules is None else joules

@@ -99,10 +99,6 @@ class FitOutcome:
             found[f"{PREFIX}memory"] = share_bar(self.memory.parts, "bytes", "All tensors at the peak of a step")
         return found
 
-    def charted(self) -> set[str]:
-        """The metrics that were logged more than once."""
-        return set(self.epochs[0].metrics()) if len(self.epochs) > 1 else set()
-
     def settings(self) -> dict[str, Any]:
         """What is on, of which TensorBoard shows a few columns at first."""
         plan = getattr(self.trainer.precision_plugin, "plan", None)
@@ -190,7 +186,8 @@ def _tensorboard(logger: Any, told: FitOutcome) -> None:
     if not told.is_end:
         return
     with type(logger.experiment)(log_dir=f"{logger.log_dir}/{FOLDER}") as writer:
-        if layout := _layout(told.charted()):
+        # Of metrics that were logged more than once.
+        if len(told.epochs) > 1 and (layout := _layout(set(told.epochs[0].metrics()))):
             writer.add_custom_scalars(layout)
         if told.settings() and not logger.hparams:
             # Lightning's logger writes with either of two packages.

@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Ranges(threading.local):
 
     def __init__(self, *, has_nvtx: bool) -> None:
         self._has_nvtx = has_nvtx
-        self._open: list[ExitStack] = []
+        self._open: list[AbstractContextManager[None]] = []
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
@@ -46,14 +46,14 @@ class Ranges(threading.local):
 
     def enter(self, name: str) -> None:
         """Begins one, to be left."""
-        stack = ExitStack()
-        stack.enter_context(self.named(name))
-        self._open.append(stack)
+        entered = self.named(name)
+        entered.__enter__()
+        self._open.append(entered)
 
     def leave(self) -> None:
         """Ends the one that was entered last; without effect where there is none."""
         if self._open:
-            self._open.pop().close()
+            self._open.pop().__exit__(None, None, None)
 
     def close(self) -> None:
         while self._open:

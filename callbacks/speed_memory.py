@@ -187,7 +187,6 @@ class SpeedMemoryLogger(Callback):
         if speed is None:
             return
         self.history.append(speed)
-        fit.advise(speed)
         if trainer.barebones:
             return
         metrics = speed.metrics()
@@ -199,11 +198,7 @@ class SpeedMemoryLogger(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            if self._fit.epochs:
-                self._tell(self._fit, trainer)
-            self._ending = self._fit.record
-            self._fit.ended(None)
+        self._end_steps(trainer)
         self._close()
 
     @override
@@ -215,11 +210,7 @@ class SpeedMemoryLogger(Callback):
         if self._fit is not None and self._fit.ends is not None and is_broken_collective(exception):
             self._fit.ends.explain(exception)
         try:
-            if self._fit is not None:
-                if self._fit.epochs and isinstance(exception, KeyboardInterrupt):
-                    self._tell(self._fit, trainer)
-                self._ending = self._fit.record
-                self._fit.ended(exception)
+            self._end_steps(trainer, exception)
             self._end_record(trainer, exception)
         finally:
             self._close()
@@ -252,6 +243,14 @@ class SpeedMemoryLogger(Callback):
             if name not in vars(self) and getattr(type(self), name) is hook:
                 self._passed_over.add(AttributePatch(name, "passed over", self, name, None))
         self._passed_over.apply()
+
+    def _end_steps(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        if self._fit is None:
+            return
+        if self._fit.epochs and (exception is None or isinstance(exception, KeyboardInterrupt)):
+            self._tell(self._fit, trainer)
+        self._ending = self._fit.record
+        self._fit.ended(exception)
 
     def _end_record(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         record, self._ending = self._ending, None

@@ -126,7 +126,7 @@ def compare_runs(a: Record, b: Record) -> RunComparison:
         memory_mib=(memory[0] or 0.0, memory[1] or 0.0) if has_memory else None,
         losses=(losses[0], losses[1]) if common and is_finite else None,
         loss_step=common[-1] if common else None,
-        differences=dict(_differences(a, b)),
+        differences=_differences(a, b),
         remarks=tuple(remarks),
         unfinished=tuple(f"{record.path} {how_ended(record)}" for record in (a, b) if record.status != "finished"),
         is_alike=has_same_books and len(set(knows_samples)) == 1,
@@ -179,23 +179,19 @@ def _blocks_ms(pieces: Sequence[Piece], *, by_sample: bool) -> list[float]:
     return [mean_ms(block, by_sample=by_sample) for block in blocks if block]
 
 
-def _differences(a: Record, b: Record) -> Iterator[tuple[str, tuple[str, str]]]:
-    first, second = a.header, b.header
-    for name in ("machine", "cores", "precision", "strategy", "accumulate_grad_batches", "loaders"):
-        yield from _where_other(name, getattr(first, name), getattr(second, name))
-    for name in sorted(first.versions.keys() | second.versions.keys()):
-        yield from _where_other(name, first.versions.get(name, "none"), second.versions.get(name, "none"))
-    mine, theirs = first.settings, second.settings
-    if mine is None or theirs is None:
-        yield from _where_other("AccelPlugin", *("no" if one is None else "yes" for one in (mine, theirs)))
-        return
-    for name in dict.fromkeys([*mine, *theirs]):
-        yield from _where_other(name, mine.get(name), theirs.get(name))
-
-
-def _where_other(name: str, first: Any, second: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    if first != second:
-        yield name, (str(first), str(second))
+def _differences(*records: Record) -> dict[str, tuple[str, str]]:
+    headers = [record.header for record in records]
+    settings = [header.settings for header in headers]
+    names = ("machine", "cores", "precision", "strategy", "accumulate_grad_batches", "loaders")
+    rows = [(name, *(getattr(header, name) for header in headers)) for name in names]
+    packages = sorted({name for header in headers for name in header.versions})
+    rows += [(name, *(header.versions.get(name, "none") for header in headers)) for name in packages]
+    if None in settings:
+        rows.append(("AccelPlugin", *("no" if one is None else "yes" for one in settings)))
+    else:
+        options = dict.fromkeys(name for one in settings for name in one or ())
+        rows += [(name, *((one or {}).get(name) for one in settings)) for name in options]
+    return {name: (str(first), str(second)) for name, first, second in rows if first != second}
 
 
 def _remarks(a: Record, b: Record) -> Iterator[str]:

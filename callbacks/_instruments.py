@@ -169,21 +169,17 @@ class FitInstruments:
 
     def _take_rested(self, outputs: Any = None, *, is_timed: bool = True) -> None:
         """Takes up the steps of the rest under way that are over."""
-        steps, samples = self._rests.passed()
-        if steps and self.record is not None:
-            if is_timed:
-                self._take_up(steps, samples)
-            self.record.passed(outputs, steps)
-            self.steps += steps
-
-    def _take_up(self, steps: int, samples: int) -> None:
-        """Reports those of the steps that no other driver has reported, or is about to."""
-        timeline = self.timeline
-        unreported = steps - (timeline.ended + timeline.is_open - self._reported)
-        if unreported > 0:
-            timeline.steps_ended(unreported)
-        self._reported = timeline.ended + timeline.is_open
-        self.interval.tally.samples += samples
+        timeline, (steps, samples) = self.timeline, self._rests.passed()
+        if not steps or self.record is None:
+            return
+        if is_timed:  # those of the steps that no other driver has reported, or is about to, are reported here
+            unreported = steps - (timeline.ended + timeline.is_open - self._reported)
+            if unreported > 0:
+                timeline.steps_ended(unreported)
+            self._reported = timeline.ended + timeline.is_open
+            self.interval.tally.samples += samples
+        self.record.passed(outputs, steps)
+        self.steps += steps
 
     # -- intervals -----------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,15 +24,6 @@ EVERY = 16
 
 HOLD_AT, HOLD_EVERY = 4, 64
 """Of so many looks one is at a step that a GPU is held back in, which is not counted; of the first ones, the fourth."""
-
-
-class Taken(NamedTuple):
-    """What some steps took, summed."""
-
-    parts_ms: dict[str, float]
-    steps: int
-    loading_cpu_ms: float  # processor time of this thread within fetches
-    samples_ms: float  # of loading samples, without making batches of them; without workers only
 
 
 class PhaseSampler:
@@ -163,15 +154,20 @@ class PhaseSampler:
             self._timeline.drop_phases()
             self._told.forget(self)
 
-    def taken(self) -> Taken:
-        """What the steps took that were looked at since this was last asked."""
+    def taken(self) -> dict[str, Any]:
+        """What the steps took that were looked at since this was last asked, by the names of ``StepMeasured``."""
         seen = self._seen
         found = dict(seen.ms)
         if self._can_hold:
             for phase, ms in seen.idle_ms(self._held, COMPUTE).items():
                 found[phase] -= ms
                 found[IDLE] = found.get(IDLE, 0.0) + ms
-        taken = Taken(self._with_communication(found), seen.steps, self._loading_cpu_ms, self._samples_ms)
+        taken = {
+            "looked_at": seen.steps,
+            "parts_ms": self._with_communication(found),
+            "loading_cpu_ms": self._loading_cpu_ms,
+            "samples_ms": self._samples_ms,
+        }
         self._loading_cpu_ms = self._samples_ms = 0.0
         seen.clear()
         return taken

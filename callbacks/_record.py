@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_accel.callbacks._announcements import Decisions, report_of, say
 from lightning_accel.callbacks._header import header_of
-from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler, Taken
+from lightning_accel.callbacks._phase_sampler import EVERY, PhaseSampler
 from lightning_accel.callbacks._reporting import leave_report, shown_in_notebooks
 from lightning_accel.callbacks.gpu_stats import course_of_cards, told_by_cards
 from lightning_accel.core.clocks import Deadline
@@ -222,7 +222,7 @@ class FitRecord:
             self._emit(takes_steps=True)
 
     def _some(self) -> StepMeasured:
-        taken, new = Taken({}, 0, 0.0, 0.0) if self.parts is None else self.parts.taken(), self._new
+        new = self._new
         captured, compiling = graphs_captured(), compiling_ms()
         some = StepMeasured(
             first=self._written + 1,
@@ -232,16 +232,13 @@ class FitRecord:
             wait_ms=in_pieces(new.wait_ms),
             samples=new.samples if self.knows_samples else None,
             losses=[(step, self._divided_by * value) for step, loss in self._losses for value in _value_of(loss)],
-            looked_at=taken.steps,
-            parts_ms=taken.parts_ms,
             held_mib=in_pieces(self._held_mib),
             captured=captured - self._captured,
             compiling_ms=max(0.0, compiling - self._compiling_ms),
-            loading_cpu_ms=taken.loading_cpu_ms,
             card={name: in_pieces(each, MOST_OF_CARD) for name, each in course_of_cards(self._trainer).items()},
-            samples_ms=taken.samples_ms,
             capturing=len(new.labelled_ms),
             capturing_ms=sum(new.labelled_ms),
+            **({} if self.parts is None else self.parts.taken()),
         )
         self._written, self._captured, self._compiling_ms = self._steps, captured, compiling
         self._new, self._losses, self._held_mib = StepTally(), [], []
@@ -252,23 +249,20 @@ class FitRecord:
         try:
             if takes_steps:
                 self._course.append(self._some())
-            if self.folder is not None:
-                self._write_to(self.folder, *events)
+            if self.folder is None:
+                return
+            if self._writer is None:
+                path = self.folder / f"{self._started:%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
+                header = header_of(self._trainer, self._started, has_images=self.has_images)
+                self._writer = RecordWriter(path, header)
+            decided = self._decisions.new(self._settled_step)
+            self._writer.write(*self._course[self._in_file :], *self._epochs, *decided, *events)
+            self._in_file = len(self._course)
+            self._epochs.clear()
         except Exception as error:  # whatever it is: the run is worth more than its record
             self.folder, self._has_failed = None, True
             message = f"this run's record could not be written: {one_line(error)}. The run goes on without one."
             say(self._trainer, message)
-
-    def _write_to(self, folder: Path, *events: Event) -> None:
-        if self._writer is None:
-            name = f"{self._started:%Y%m%dT%H%M%S%f}-{os.getpid()}.jsonl"
-            self._writer = RecordWriter(
-                folder / name, header_of(self._trainer, self._started, has_images=self.has_images)
-            )
-        decided = self._decisions.new(self._settled_step)
-        self._writer.write(*self._course[self._in_file :], *self._epochs, *decided, *events)
-        self._in_file = len(self._course)
-        self._epochs.clear()
 
 
 def _value_of(loss: Tensor) -> list[float]:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_accel.evidence.events import Piece
 from lightning_accel.evidence.record import Record
-from lightning_accel.evidence.speed import BEGINNING, FEWEST, Piece, know_samples, late, mean_ms, per_second
+from lightning_accel.evidence.speed import BEGINNING, FEWEST, know_samples, late, mean_ms, per_second
 from lightning_accel.experiment.pair_test import RatioInterval
 
 BLOCKS = 10

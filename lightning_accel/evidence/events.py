@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_accel.core.measured import finite
 from lightning_accel.core.states import SiteChanged
@@ -57,6 +57,15 @@ class RunStarted:
     has_images: bool = True  # whether there are images in a batch
 
 
+class Piece(NamedTuple):
+    """Steps that follow each other."""
+
+    first: int  # number of the first one, about
+    steps: int  # how many they are
+    ms: float  # of a step, in their mean
+    samples: float | None  # the same; None: not known
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMeasured:
     """Some steps, one after the other."""
@@ -89,13 +98,13 @@ class StepMeasured:
     capturing: int = 0  # in how many of the steps that were timed torch.compile has captured a graph
     capturing_ms: float = 0.0  # what these took together, all of them
 
-    def pieces(self) -> Iterator[tuple[int, int, float]]:
-        """Of each piece: the number of its first step, about; how many it has; their mean milliseconds."""
+    def pieces(self) -> Iterator[Piece]:
         length = piece_length(self.timed)
         steps_each = (self.last - self.first + 1) / max(1, self.timed)
+        samples_each = None if self.samples is None else self.samples / max(1, self.timed)
         for index, ms in enumerate(self.cycle_ms):
             begin = index * length
-            yield self.first + round(begin * steps_each), min(length, self.timed - begin), ms
+            yield Piece(self.first + round(begin * steps_each), min(length, self.timed - begin), ms, samples_each)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class Seen:
     def of(cls, record: Record, peaks: Peaks | None) -> Seen:
         """Whatever there is of it."""
         parts_ms = record.parts_ms(BEGINNING)
-        steps_ms = _past_beginning([ms for some in record.steps for _, _, ms in some.pieces()])
+        steps_ms = _past_beginning([piece.ms for some in record.steps for piece in some.pieces()])
         waits_ms = _past_beginning([ms for some in record.steps for ms in some.wait_ms])
         return cls(
             record=record,

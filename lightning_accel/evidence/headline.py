@@ -104,17 +104,17 @@ def _line(text: str, number: int) -> str:
 def _saved(record: Record, ratio: float) -> tuple[float, int | None]:
     """The seconds that the run has taken less than a plain one, slower by ``ratio``, and since which step it has."""
     pieces = [piece for some in record.steps for piece in some.pieces()]
-    late = [ms for _, _, ms in pieces[len(pieces) // 2 :]]
+    late = [piece.ms for piece in pieces[len(pieces) // 2 :]]
     if not late:
         return 0.0, None
     plain_ms = ratio * statistics.median(late)
     saved, step = 0.0, None
-    for first, count, ms in pieces:
-        saved += count * (plain_ms - ms)
+    for piece in pieces:
+        saved += piece.steps * (plain_ms - piece.ms)
         if saved < 0:
             step = None
         elif step is None:
-            step = first
+            step = piece.first
     return saved / 1e3, step
 
 

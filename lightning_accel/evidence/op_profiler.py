@@ -84,26 +84,22 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
     def begin(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
         """Tells what was there before the step."""
         try:
-            self._hold(batch, optimizers)
+            parameters = _plain(self._model.parameters())
+            held = {
+                step_breakdown.PARAMETERS: parameters,
+                step_breakdown.BUFFERS: _plain(self._model.buffers()),
+                step_breakdown.GRADIENTS: _plain(p.grad for p in parameters),
+                step_breakdown.STATES: _plain(_states(optimizers)),
+                step_breakdown.BATCH: _plain(tensors_in(batch)),
+            }
+            for category, tensors in held.items():
+                self._blocks.hold(tensors, category)
+            if self._meter is not None:
+                self._meter.start(itertools.chain.from_iterable(held.values()))
+        except MeterBusyError:
+            self._meter = None
         except Exception as error:  # tensors of any kind
             self.trouble = error
-
-    def _hold(self, batch: Any, optimizers: Iterable[Optimizer]) -> None:
-        parameters = list(self._model.parameters())
-        held = {
-            step_breakdown.PARAMETERS: _plain(parameters),
-            step_breakdown.BUFFERS: _plain(self._model.buffers()),
-            step_breakdown.GRADIENTS: _plain(p.grad for p in _plain(parameters)),
-            step_breakdown.STATES: _plain(_states(optimizers)),
-            step_breakdown.BATCH: _plain(tensors_in(batch)),
-        }
-        for category, tensors in held.items():
-            self._blocks.hold(tensors, category)
-        if self._meter is not None:
-            try:
-                self._meter.start(itertools.chain.from_iterable(held.values()))
-            except MeterBusyError:
-                self._meter = None
 
     @override
     def __enter__(self) -> Self:

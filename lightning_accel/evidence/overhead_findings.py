@@ -106,7 +106,7 @@ def recompiling(seen: Seen) -> Iterator[Finding]:
     if not goes_on and whole <= max(8, 0.2 * record.num_steps):
         return
     chosen = late if goes_on else record.steps
-    took_ms = sum(count * ms for some in chosen for _, count, ms in some.pieces())
+    took_ms = sum(piece.steps * piece.ms for some in chosen for piece in some.pieces())
     lost_ms = _lost_to_recompiling_ms(chosen, took_ms)
     if not goes_on:  # the first one is needed
         lost_ms *= (whole - 1) / whole

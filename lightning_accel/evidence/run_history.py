@@ -51,7 +51,7 @@ EPOCH_COLUMNS = {
 
 def curves_of(record: Record) -> dict[str, Curve]:
     """Name → step numbers and values over the run; those that nothing is known of are left out."""
-    cycles = [(float(number), ms) for some in record.steps for number, _, ms in some.pieces()]
+    cycles = [(float(piece.first), piece.ms) for some in record.steps for piece in some.pieces()]
     waits = [ms for some in record.steps for ms in some.wait_ms]
     found = {
         STEP: cycles,
@@ -91,7 +91,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> C
 
 def quantiles_ms(record: Record) -> list[float]:
     """The 50th, 95th and 99th percentile over pieces, each as often as it has steps."""
-    pieces = sorted((ms, count) for some in record.steps for _, count, ms in some.pieces())
+    pieces = sorted((piece.ms, piece.steps) for some in record.steps for piece in some.pieces())
     if not pieces:
         return []
     reached = list(itertools.accumulate(count for _, count in pieces))
@@ -103,14 +103,12 @@ def epochs_of(record: Record) -> list[dict[str, float]]:
     """What was measured of each epoch, of several ranks also who held up the others; of many epochs, every so many."""
     stride = -(-len(record.epochs) // MOST_EPOCHS) or 1
     chosen = [one for place, one in enumerate(record.epochs, start=1 - len(record.epochs)) if place % stride == 0]
-    return [dict(_of_epoch(one)) for one in chosen]
+    return [_of_epoch(one) for one in chosen]
 
 
-def _of_epoch(epoch: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _of_epoch(epoch: dict[str, Any]) -> dict[str, float]:
     values = {**epoch, **{f"stragglers_{name}": value for name, value in (epoch.get("stragglers") or {}).items()}}
-    for name in EPOCH_COLUMNS:
-        if (known := number(values.get(name))) is not None:
-            yield name, known
+    return {name: known for name in EPOCH_COLUMNS if (known := number(values.get(name))) is not None}
 
 
 def number(value: Any) -> float | None:

@@ -10,23 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_accel.evidence.amounts import rate
-from lightning_accel.evidence.events import StepMeasured
+from lightning_accel.evidence.events import Piece, StepMeasured
 
 BEGINNING = 0.2
 """Of a run's steps, which are left out."""
 
 FEWEST = 3
 """Timed steps, of which a speed is told."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Steps that follow each other."""
-
-    first: int  # number of the first one, about
-    steps: int  # how many they are
-    ms: float  # of a step, in their mean
-    samples: float | None  # the same; None: not known
 
 
 @dataclass(frozen=True)
@@ -64,11 +54,7 @@ def know_samples(steps: Iterable[StepMeasured]) -> bool:
 
 def late(steps: Sequence[StepMeasured], settled_step: int | None) -> list[Piece]:
     """The pieces of a run that count."""
-    pieces = [
-        Piece(first, count, ms, None if some.samples is None else some.samples / some.timed)
-        for some in steps
-        for first, count, ms in some.pieces()
-    ]
+    pieces = [piece for some in steps for piece in some.pieces()]
     if settled_step is not None:
         settled = [piece for piece in pieces if piece.first > settled_step]
         if sum(piece.steps for piece in settled) >= FEWEST:

@@ -405,7 +405,7 @@ def test_graphs_that_are_captured_are_counted(tmp_path: Path) -> None:
     (some,) = recorded(tmp_path, Compiles()).steps
     assert some.captured >= 2  # for the first number, and for any other
     assert some.capturing == some.captured  # a graph a step
-    assert 0 < some.capturing_ms < sum(ms * count for _, count, ms in some.pieces())
+    assert 0 < some.capturing_ms < sum(piece.ms * piece.steps for piece in some.pieces())
 
 
 def test_loading_samples_is_told_apart_from_waiting_for_their_batch(tmp_path: Path) -> None:

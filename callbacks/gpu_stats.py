@@ -22,13 +22,8 @@ from lightning_accel.lightning.packages import Callback, LightningModule, Traine
 _EVERY_S = 1.0
 _MOST_UNTAKEN = 600  # of each value: a record takes them once a minute, and some runs have none
 Course = defaultdict[str, deque[float]]  # name → what a card has said, in its order
-_VALUES: dict[str, Callable[[Card], float | None]] = {
-    "utilisation_percent": Card.utilisation_percent,
-    "memory_mib": Card.memory_mib,
-    "power_w": Card.power_w,
-    "sm_clock_mhz": Card.sm_clock_mhz,
-    "temperature_c": Card.temperature_c,
-}
+_VALUES = ("utilisation_percent", "memory_mib", "power_w", "sm_clock_mhz", "temperature_c")
+"""What is asked of a card: methods of it."""
 
 
 @dataclass(kw_only=True)
@@ -181,8 +176,8 @@ class _FitStats:
         return put_together(cards)
 
     def _ask(self, card: Card) -> None:
-        for name, read in _VALUES.items():
-            if (value := read(card)) is not None:
+        for name in _VALUES:
+            if (value := getattr(card, name)()) is not None:
                 self._epoch.values.setdefault(name, []).append(value)
                 self._course[name].append(value)
         if (reasons := card.throttled_by()) is not None:

@@ -136,14 +136,14 @@ class FlopMeter:
         """
         mode, self._mode, self.is_open = self._mode, None, False
         self._contexts.close()
-        if mode is not None and keep:
-            # A step without a backward pass (training_step returned None) says nothing about the others.
-            is_whole = mode.saw_backward and mode.failure is None
-            if is_whole:
-                self.flops = mode.flops or None
-            self.is_due = not is_whole and self.flops is None and self._tries < self._MAX_TRIES
-            return mode if is_whole else None
-        return None
+        if mode is None or not keep:
+            return None
+        # A step without a backward pass (training_step returned None) says nothing about the others.
+        is_whole = mode.saw_backward and mode.failure is None
+        if is_whole:
+            self.flops = mode.flops or None
+        self.is_due = not is_whole and self.flops is None and self._tries < self._MAX_TRIES
+        return mode if is_whole else None
 
 
 def has_room_for_eager_step(model: nn.Module, device: torch.device) -> bool:

@@ -210,9 +210,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         else:
             is_copy = name == "to_copy" and self._blocks.is_a(read[0], step_breakdown.PARAMETERS)
             category = step_breakdown.COPIES if is_copy else step_breakdown.ACTIVATIONS
-        cost = self._costs.get(module)
-        if cost is None:
-            cost = self._costs[module] = ModuleCost(module=module, kind=self._kinds.get(module, ""))
+        cost = self._costs.setdefault(module, ModuleCost(module=module, kind=self._kinds.get(module, "")))
         is_new = [self._blocks.made(tensor, category, module) for tensor in written]
         if name in _READS_CLASSES and read and read[0].dim() and read[0].shape[-1] >= _MANY_CLASSES:
             for tensor in (*read, *written):

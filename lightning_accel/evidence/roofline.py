@@ -6,7 +6,7 @@ Of many operations it is less than it costs to have them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,22 +61,16 @@ def alike(operations: Iterable[Operation]) -> list[OperationsAlike]:
     return list(found.values())
 
 
-_CONVOLVING = frozenset({"convolution", "convolution_backward"})
-_MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-
-
 def odd_operand(operation: Any, read: Sequence[Tensor]) -> Tensor | None:
     """The first of the tensors that a product or a convolution has to copy, or is slower on; None: there is none.
 
     Convolutions want what is dense in a memory format, products of matrices what BLAS has a leading dimension for,
     transposed or not.
     """
-    name = getattr(getattr(operation, "overloadpacket", operation), "__name__", "")
-    if any(one.layout is not torch.strided for one in read):
+    suits = _SUITS.get(getattr(getattr(operation, "overloadpacket", operation), "__name__", ""))
+    if suits is None or any(one.layout is not torch.strided for one in read):
         return None
-    if name in _CONVOLVING:
-        return next((one for one in read if not _is_in_a_format(one)), None)
-    return next((one for one in read if not _is_matrix(one)), None) if name in _MATRICES else None
+    return next((one for one in read if not suits(one)), None)
 
 
 def _is_in_a_format(tensor: Tensor) -> bool:
@@ -91,6 +85,13 @@ def _is_matrix(tensor: Tensor) -> bool:
     by_rows = (across == 1 or columns == 1) and (down >= columns or rows == 1)
     by_columns = (down == 1 or rows == 1) and (across >= rows or columns == 1)
     return by_rows or by_columns
+
+
+_SUITS: dict[str, Callable[[Tensor], bool]] = {
+    **dict.fromkeys(("convolution", "convolution_backward"), _is_in_a_format),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _is_matrix),
+}
+"""Operation → whether it computes with a tensor as it is."""
 
 
 def strides_that_matter(tensor: Tensor) -> list[int]:

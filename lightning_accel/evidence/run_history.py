@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_accel.evidence.events import StepMeasured, pieces_of
@@ -56,23 +56,24 @@ def curves_of(record: Record) -> dict[str, Curve]:
     found = {
         STEP: cycles,
         WAIT: [(number, ms) for (number, _), ms in zip(cycles, waits, strict=False)],
-        HELD: list(_spread(record, lambda some: some.held_mib)),
+        HELD: _spread(record.steps, [some.held_mib for some in record.steps]),
         LOSS: [(float(step), loss) for step, loss in sorted(record.losses.items())],
         SCALE: list(_scales(record)),
         **{
-            shown: list(_spread(record, lambda some, name=name: some.card.get(name, ())))
+            shown: _spread(record.steps, [some.card.get(name, []) for some in record.steps])
             for name, shown in _OF_CARDS.items()
         },
     }
     return {name: thinned(points) for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
 
 
-def _spread(record: Record, of: Callable[[StepMeasured], Sequence[float]]) -> Iterator[tuple[float, float]]:
-    """Values that were taken every so often, at about the steps at which they were."""
-    for some in record.steps:
-        values = of(some)
+def _spread(steps: Sequence[StepMeasured], each: Sequence[Sequence[float]]) -> Curve:
+    """Values that were taken every so often in some steps, at about the steps at which they were."""
+    found: Curve = []
+    for some, values in zip(steps, each, strict=True):
         length = (some.last - some.first + 1) / max(1, len(values))
-        yield from ((some.first + length * (place + 1), value) for place, value in enumerate(values))
+        found += [(some.first + length * (place + 1), value) for place, value in enumerate(values)]
+    return found
 
 
 def _scales(record: Record) -> Iterator[tuple[float, float]]:

@@ -66,12 +66,10 @@ class Served:
 
 
 def _form(name: str, one: Mapping[str, Any], is_worse: bool) -> ServedForm:
-    latency, speedup, scores = one["latency"], one["speedup"], one["scores"]
+    speedup, scores = one["speedup"], one["scores"]
     return ServedForm(
         name=name,
-        p50_ms=latency["p50"],
-        p95_ms=latency["p95"],
-        p99_ms=latency["p99"],
+        **{f"{percentile}_ms": one["latency"][percentile] for percentile in ("p50", "p95", "p99")},
         speedup=speedup["ratio"],
         low=speedup["low"],
         high=speedup["high"],

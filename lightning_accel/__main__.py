@@ -10,20 +10,15 @@ from pathlib import Path
 import yaml
 
 from lightning_accel import __version__
-from lightning_accel.claims import command as claims_command
-from lightning_accel.cli import (
-    bench_command,
-    cache_command,
-    compare_command,
-    deploy_command,
-    export_command,
-    plan_command,
-    report_command,
-    run_command,
-)
-from lightning_accel.cli.exit_codes import FAILED, ended
-
-_EXAMINES = "What this machine has, what a run here goes without, and the command that brings each missing package."
+from lightning_accel.claims.command import claims
+from lightning_accel.cli import bench_command, run_command
+from lightning_accel.cli.cache_command import cache
+from lightning_accel.cli.command import FAILED, Command
+from lightning_accel.cli.compare_command import compare
+from lightning_accel.cli.deploy_command import deploy
+from lightning_accel.cli.export_command import EPILOG, export_checkpoint
+from lightning_accel.cli.plan_command import plan, with_values
+from lightning_accel.cli.report_command import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,26 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] and given[0] in _WITH_ANOTHER_PARSER:
         return _WITH_ANOTHER_PARSER[given[0]](given[1:])
-    arguments = _parser().parse_args(plan_command.with_values(given))
-    runs_users_code = getattr(arguments, "runs_users_code", False)
-    return ended(arguments.subcommand, lambda: int(arguments.handler(arguments)), runs_users_code=runs_users_code)
+    options = _parser().parse_args(with_values(given))
+    return _COMMANDS[options.subcommand].run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightning-accel", description="Tools around lightning-accel.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True)
-    doctor = subcommands.add_parser(
-        "doctor", help="what this machine has, what is missing and how to get it", description=_EXAMINES
-    )
-    doctor.set_defaults(handler=_doctor)
-    plan_command.add_parser(subcommands)
-    claims_command.add_parser(subcommands)
-    cache_command.add_parser(subcommands)
-    compare_command.add_parser(subcommands)
-    report_command.add_parser(subcommands)
-    export_command.add_parser(subcommands)
-    deploy_command.add_parser(subcommands)
+    for name, command in _COMMANDS.items():
+        command.add_to(subcommands, name)
     subcommands.add_parser(
         "tune", help="the fastest settings for a run that a configuration describes, into accel.yaml"
     )
@@ -59,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor() -> int:
+    """What this machine has, what a run here goes without, and the command that brings each missing package."""
     from lightning_accel.cli.doctor import examine, show  # imported late: --help and plan run without torch
 
     show(examine())
@@ -99,6 +85,28 @@ def _names_model(given: Sequence[str]) -> bool:
             return True
     return False
 
+
+_COMMANDS = {
+    "doctor": Command(_doctor, "what this machine has, what is missing and how to get it"),
+    "plan": Command(plan, "memory per device by strategy, for a model of some size"),
+    "claims": Command(claims, "what articles promise of PyTorch's speed, measured on this machine"),
+    "cache": Command(cache, "what earlier runs have settled, and later ones begin with"),
+    "compare": Command(compare, "two runs beside each other: speed, memory, loss, settings"),
+    "report": Command(
+        report, "one page on a run: where its time and memory went, what was done about it, what to do next"
+    ),
+    "export": Command(
+        export_checkpoint,
+        "a checkpoint as a file that is served: ONNX, a compiled package, TensorRT",
+        epilog=EPILOG,
+        runs_users_code=True,
+    ),
+    "deploy": Command(
+        deploy,
+        "a checkpoint in several forms: latency, throughput, size, accuracy; one is recommended",
+        runs_users_code=True,
+    ),
+}
 
 _WITH_ANOTHER_PARSER: dict[str, Callable[[Sequence[str]], int]] = {
     "tune": _tune,

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from lightning_accel.cli.command import print_json
 
 
-def add_parser(subcommands: Any) -> None:
-    """Adds ``claims`` to the subcommands of an ``argparse`` parser."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "claims",
-        help="what articles promise of PyTorch's speed, measured on this machine",
-        description="Measures on this machine what articles promise of PyTorch's speed, a few seconds a claim, and says"
-        " what holds. All rows together take under five minutes on two cores, and write a page, with a column for each"
-        " machine that was ever measured.",
-    )
-    parser.add_argument("--row", type=int, action="append", metavar="N", help="only this one; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print the record as JSON in the table's stead")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for claims.md, and for claims/ with the figures and the chart of this machine; other machines'"
-        " there stay as they are (default: docs; with --row: nothing is written)",
-    )
-    parser.set_defaults(handler=run)
+def claims(
+    *,
+    row: Annotated[list[int] | None, {"metavar": "N"}] = None,
+    json: bool = False,
+    out: Annotated[Path | None, {"metavar": "FOLDER"}] = None,
+) -> int:
+    """Measures on this machine what articles promise of PyTorch's speed, a few seconds a claim, and says what holds.
 
+    All rows together take under five minutes on two cores, and write a page, with a column for each machine that was
+    ever measured.
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measures; returns the exit status, 1 where a benchmark broke off with an error.
+    Args:
+        row: only this one; may be repeated
+        json: print the record as JSON in the table's stead
+        out: folder for claims.md, and for claims/ with the figures and the chart of this machine; other machines'
+            there stay as they are (default: docs; with --row: nothing is written)
+
+    Returns:
+        The exit status, 1 where a benchmark broke off with an error.
 
     Raises:
         ValueError: A row that there is not.
@@ -40,19 +37,19 @@ def run(arguments: argparse.Namespace) -> int:
     from lightning_accel.claims.record import measure_rows, row_numbers
 
     numbers = row_numbers()
-    strange = [number for number in arguments.row or () if number not in numbers]
+    strange = [number for number in row or () if number not in numbers]
     if strange:
         raise ValueError(f"--row {strange[0]}: there is none. Allowed: {min(numbers)} to {max(numbers)}.")
-    folder = arguments.out or (None if arguments.row else Path("docs"))
-    older = None if folder is None else _kept(folder, machine(), is_partial=bool(arguments.row))
-    record = measure_rows(arguments.row or list(numbers), lambda line: print(line, file=sys.stderr, flush=True))
-    if arguments.json:
-        print(json.dumps(record.to_dict(), indent=2))
+    folder = out or (None if row else Path("docs"))
+    older = None if folder is None else _kept(folder, machine(), is_partial=bool(row))
+    record = measure_rows(row or list(numbers), lambda line: print(line, file=sys.stderr, flush=True))
+    if json:
+        print_json(record.to_dict())
     else:
         show(record)
     if folder is not None:
         write(folder, record if older is None else record.with_rows_of(older))
-    return int(any(row.has_failed for row in record.rows))
+    return int(any(one.has_failed for one in record.rows))
 
 
 def _kept(folder: Path, about: dict[str, Any], *, is_partial: bool) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,27 +15,20 @@ _OTHERS = {
 }
 
 
-def add_parser(subcommands: Any) -> None:
-    """Adds ``cache`` to the subcommands of an ``argparse`` parser."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "cache",
-        help="what earlier runs have settled, and later ones begin with",
-        description="What live trials have settled on this machine, and the kernels that compile, and the programs"
-        " that XLA, have built for it. LIGHTNING_ACCEL_CACHE names another folder.",
-    )
-    parser.add_argument("--clear", action="store_true", help="remove all of it")
-    parser.set_defaults(handler=run)
+def cache(*, clear: bool = False) -> int:
+    """What live trials have settled on this machine, and the kernels that compile, and the programs that XLA, have
+    built for it. LIGHTNING_ACCEL_CACHE names another folder.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Lists or removes the cached data. Returns the exit status."""
+    Args:
+        clear: remove all of it
+    """
     from lightning_accel.core.byte_size import format_bytes
     from lightning_accel.experiment.store import STORES, DamagedError, Store, cache_folder, kernel_folder, xla_folder
     from lightning_accel.tuning.tuning_cache import TUNINGS  # late: --help answers without torch
 
     compiled = (("compiled kernels", "compile", kernel_folder()), ("compiled programs", "XLA", xla_folder()))
     sizes = [(*one, format_bytes(size)) for one in compiled if (size := _size_bytes(one[-1]))]
-    if arguments.clear:
+    if clear:
         count = sum(Store(name).clear() for name in STORES)
         for _, _, within in compiled:
             shutil.rmtree(within, ignore_errors=True)

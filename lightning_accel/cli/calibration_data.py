@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -15,16 +14,6 @@ if TYPE_CHECKING:
     from lightning_accel.lightning.packages import LightningDataModule, LightningModule
 
 _SAY = "--data MODULE:FUNCTION, a function that returns a few batches such as the model will be served."
-
-
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that names the data to a parser."""
-    parser.add_argument(
-        "--data",
-        metavar="MODULE:FUNCTION",
-        help="a function that returns batches, by which smaller numbers are calibrated and tried (default, for"
-        " int8-static alone: the training batches of the data module that LightningCLI has noted, or of the model)",
-    )
 
 
 def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, needed: bool) -> list[Any] | None:

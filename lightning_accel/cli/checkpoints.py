@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from lightning_accel.cli.users_code import CheckpointError, named, running, said_of
 
@@ -18,15 +17,8 @@ CONFIG = "config.yaml"
 """The file in which LightningCLI saves a run's configuration."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a model to a parser."""
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a Lightning checkpoint, one file")
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:CLASS",
-        help="the LightningModule, such as train:Digits for a class in train.py; it has saved its hyperparameters"
-        " (default: the class that LightningCLI has noted in the checkpoint or in config.yaml beside it)",
-    )
+Checkpoint: TypeAlias = Annotated[Path, {"metavar": "CKPT"}]
+ClassName: TypeAlias = Annotated[str | None, {"metavar": "MODULE:CLASS"}]
 
 
 def load_model(path: Path, model: str | None) -> LightningModule:

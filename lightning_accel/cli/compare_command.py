@@ -3,57 +3,61 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from lightning_accel.cli.command import print_json
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.compare import RunComparison
 
-COMPARED, WORSE, NOT_COMPARABLE = 0, 1, 2
-"""Exit statuses."""
+
+def share(text: str) -> float:
+    """Parses ``3%`` or ``0.03``."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write one between 0% and 100%, as 3% or 0.03.")
+    return value
 
 
-def add_parser(subcommands: Any) -> None:
-    """Adds ``compare`` to the subcommands of an ``argparse`` parser."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "compare",
-        help="two runs beside each other: speed, memory, loss, settings",
-        description="Sets run B beside run A, by what they have left in the folders of their loggers. The status is 0;"
-        " with --gate 1 where B is worse; 2 where they cannot be compared.",
-    )
-    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="the folder of a run, or a record in it")
-    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="the same")
-    parser.add_argument(
-        "--gate",
-        type=share,
-        metavar="3%",
-        help="status 1 where B is slower than A by more, with its whole 95%% interval, or needs more memory by more;"
-        " 2 also where the machines differ, one did not finish, or memory is not known",
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON, and nothing else")
-    parser.set_defaults(handler=run)
+def compare(
+    run_a: Path,
+    run_b: Path,
+    *,
+    gate: Annotated[float | None, {"type": share, "metavar": "3%"}] = None,
+    json: bool = False,
+) -> int:
+    """Sets run B beside run A, by what they have left in the folders of their loggers.
 
+    The status is 0; with --gate 1 where B is worse; 2 where they cannot be compared.
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the comparison. Returns the exit status."""
+    Args:
+        run_a: the folder of a run, or a record in it
+        run_b: the same
+        gate: status 1 where B is slower than A by more, with its whole 95% interval, or needs more memory by more; 2
+            also where the machines differ, one did not finish, or memory is not known
+        json: as JSON, and nothing else
+    """
     from lightning_accel.evidence.compare import compare_runs  # late: --help answers without torch
     from lightning_accel.evidence.record_reader import read_record
 
-    a, b = read_record(arguments.run_a), read_record(arguments.run_b)
+    a, b = read_record(run_a), read_record(run_b)
     found = compare_runs(a, b)
-    worse = judged(found, arguments.gate)
-    if arguments.json:
-        print(json.dumps({"a": str(a.path), "b": str(b.path), **found.to_dict(), "worse": worse}, indent=2))
+    worse = judged(found, gate)
+    if json:
+        print_json({"a": str(a.path), "b": str(b.path), **found.to_dict(), "worse": worse})
     else:
         for letter, record in (("A", a), ("B", b)):
             started = record.header.started.replace("T", " ").removesuffix("+00:00")
             print(f"{letter}: {record.path}, {record.num_steps:,} steps, {started} UTC")
         show(rows_of(found))
-        for remark in remarks_on(found, worse, arguments.gate):
+        for remark in remarks_on(found, worse, gate):
             print(f"! {remark}")
-    return WORSE if worse else COMPARED
+    return 1 if worse else 0
 
 
 def judged(found: RunComparison, gate: float | None) -> list[str]:
@@ -111,14 +115,3 @@ def show(rows: Iterable[tuple[str, str, str, str]]) -> None:
 def remarks_on(found: RunComparison, worse: Iterable[str], gate: float | None) -> list[str]:
     """Returns remarks on the comparison, and what fails the gate."""
     return [*found.remarks, *(f"{what}: B is worse than A by more than {100 * (gate or 0):g}%" for what in worse)]
-
-
-def share(text: str) -> float:
-    """Parses ``3%`` or ``0.03``."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write one between 0% and 100%, as 3% or 0.03.")
-    return value

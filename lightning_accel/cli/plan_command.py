@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Annotated, get_args
 
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, least_devices, memory_per_device
@@ -18,34 +18,6 @@ _HEAD_DIM = 128
 _PER_MACHINE = 8
 _COUNT = re.compile(r"([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-
-
-def add_parser(subcommands: Any) -> None:
-    """Adds ``plan`` to the subcommands of an ``argparse`` parser."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "plan",
-        help="memory per device by strategy, for a model of some size",
-        description="Memory per device by strategy, of a decoder that is trained with parameters in float32. What is"
-        " not given of its shape is guessed from the models of the GPT-3 family. docs/planning.md has the formula.",
-    )
-    add = parser.add_argument
-    add("--params", type=count, required=True, help="parameters of the model: 7e9, 7B, 350M")
-    add("--gpus", type=count, required=True, help="devices, over all machines")
-    add("--memory", type=memory, help="of one device, such as 80GiB: to say what fits")
-    add("--precision", choices=get_args(Precision), default="bf16-mixed", help="default: %(default)s")
-    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="default: %(default)s")
-    add("--layers", type=count, help="repeated blocks; guessed from --params")
-    add("--width", type=count, help="of the vectors between them (hidden size); guessed from --params and --layers")
-    add("--vocab", type=count, help="words; without it embedding and output layer do not count by themselves")
-    add("--tied-embeddings", action="store_true", help="embedding and output layer have one weight")
-    add("--seq-len", type=count, help="tokens in a sequence; without it activations are not counted")
-    add("--batch-size", type=count, help="sequences a device and step (default: 1)")
-    add("--checkpointing", choices=get_args(Checkpointing), default="off", help="default: %(default)s")
-    add(
-        "--attention", choices=get_args(Attention), default="fused", help="default: %(default)s; plain keeps its scores"
-    )
-    add("--heads", type=count, help=f"of plain attention (default: one for {_HEAD_DIM} of the width)")
-    parser.set_defaults(handler=show)
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
@@ -74,7 +46,7 @@ def count(text: str) -> int:
     return round(number)
 
 
-def memory(text: str) -> int:
+def memory_bytes(text: str) -> int:
     """Parses an amount of memory. Returns bytes.
 
     Raises:
@@ -86,16 +58,70 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def show(arguments: argparse.Namespace) -> int:
-    """Prints a table of the strategies, and a Trainer to copy. Returns the exit status.
+def plan(
+    *,
+    params: Annotated[int, {"type": count}],
+    gpus: Annotated[int, {"type": count}],
+    memory: Annotated[int | None, {"type": memory_bytes}] = None,
+    precision: Precision = "bf16-mixed",
+    optimizer: Optimizer = "adamw",
+    layers: Annotated[int | None, {"type": count}] = None,
+    width: Annotated[int | None, {"type": count}] = None,
+    vocab: Annotated[int | None, {"type": count}] = None,
+    tied_embeddings: bool = False,
+    seq_len: Annotated[int | None, {"type": count}] = None,
+    batch_size: Annotated[int | None, {"type": count}] = None,
+    checkpointing: Checkpointing = "off",
+    attention: Attention = "fused",
+    heads: Annotated[int | None, {"type": count}] = None,
+) -> int:
+    """Memory per device by strategy, of a decoder that is trained with parameters in float32.
+
+    What is not given of its shape is guessed from the models of the GPT-3 family. docs/planning.md has the formula.
+
+    Args:
+        params: parameters of the model: 7e9, 7B, 350M
+        gpus: devices, over all machines
+        memory: of one device, such as 80GiB: to say what fits
+        precision: default: bf16-mixed
+        optimizer: default: adamw
+        layers: repeated blocks; guessed from --params
+        width: of the vectors between them (hidden size); guessed from --params and --layers
+        vocab: words; without it embedding and output layer do not count by themselves
+        tied_embeddings: embedding and output layer have one weight
+        seq_len: tokens in a sequence; without it activations are not counted
+        batch_size: sequences a device and step (default: 1)
+        checkpointing: default: off
+        attention: default: fused; plain keeps its scores
+        heads: of plain attention (default: one for 128 of the width)
 
     Raises:
         ValueError: The shape of the model is contradictory, or an argument needs another one.
     """
+    decoder = decoder_of(params, layers=layers, width=width, vocab=vocab or 0, tied_embeddings=tied_embeddings)
+    if seq_len is None and batch_size is not None:
+        raise ValueError(f"--batch-size {batch_size} needs --seq-len: activations are counted by tokens.")
+    if heads is not None and attention != "plain":
+        raise ValueError(f"--heads {heads} needs --attention plain: a fused kernel keeps nothing by heads.")
+    if tied_embeddings and vocab is None:
+        raise ValueError("--tied-embeddings needs --vocab: the size of the weight that is shared.")
+    batch = None
+    if seq_len is not None:
+        heads = heads or max(1, round(decoder.width / _HEAD_DIM))
+        batch = Batch(seq_len=seq_len, batch_size=batch_size or 1, heads=heads, attention=attention)
+    run = DecoderRun(
+        decoder=decoder, batch=batch, precision=precision, optimizer=optimizer, checkpointing=checkpointing
+    )
+    guessed = [name for name, given in (("layers", layers), ("width", width)) if given is None]
+    _show(run, gpus, memory, guessed)
+    return 0
+
+
+def _show(run: DecoderRun, devices: int, memory: int | None, guessed: list[str]) -> None:
+    """Prints a table of the strategies, and a Trainer to copy."""
     from rich.console import Console
     from rich.table import Table
 
-    run, devices = _run_of(arguments), arguments.gpus
     strategies: tuple[Strategy, ...] = ("accel",) if devices == 1 else get_args(Strategy)
     plans = {strategy: memory_per_device(strategy, run, devices) for strategy in strategies}
     console = Console()
@@ -111,41 +137,12 @@ def show(arguments: argparse.Namespace) -> int:
     table.add_section()
     table.add_row("peak", *(f"{plan.peak_bytes / 2**power:,.1f}" for plan in plans.values()))
     table.add_row("when", *(plan.fullest.name for plan in plans.values()))
-    if arguments.memory is not None:
-        usable = USABLE * arguments.memory
-        title = f"fits into {USABLE:.0%} of {arguments.memory / 2**power:,.1f}"
-        table.add_row(title, *("yes" if plan.peak_bytes <= usable else "no" for plan in plans.values()))
-    console.print(*_about(run, arguments), sep="\n", soft_wrap=True, highlight=False, markup=False)
+    if memory is not None:
+        title = f"fits into {USABLE:.0%} of {memory / 2**power:,.1f}"
+        table.add_row(title, *("yes" if plan.peak_bytes <= USABLE * memory else "no" for plan in plans.values()))
+    console.print(*_about(run, devices, guessed), sep="\n", soft_wrap=True, highlight=False, markup=False)
     console.print(table)
-    console.print(*_advice(plans, run, arguments), sep="\n", soft_wrap=True, highlight=False, markup=False)
-    return 0
-
-
-def _run_of(given: argparse.Namespace) -> DecoderRun:
-    decoder = decoder_of(
-        given.params,
-        layers=given.layers,
-        width=given.width,
-        vocab=given.vocab or 0,
-        tied_embeddings=given.tied_embeddings,
-    )
-    if given.seq_len is None and given.batch_size is not None:
-        raise ValueError(f"--batch-size {given.batch_size} needs --seq-len: activations are counted by tokens.")
-    if given.heads is not None and given.attention != "plain":
-        raise ValueError(f"--heads {given.heads} needs --attention plain: a fused kernel keeps nothing by heads.")
-    if given.tied_embeddings and given.vocab is None:
-        raise ValueError("--tied-embeddings needs --vocab: the size of the weight that is shared.")
-    batch = None
-    if given.seq_len is not None:
-        heads = given.heads or max(1, round(decoder.width / _HEAD_DIM))
-        batch = Batch(seq_len=given.seq_len, batch_size=given.batch_size or 1, heads=heads, attention=given.attention)
-    return DecoderRun(
-        decoder=decoder,
-        batch=batch,
-        precision=given.precision,
-        optimizer=given.optimizer,
-        checkpointing=given.checkpointing,
-    )
+    console.print(*_advice(plans, run, devices, memory), sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 
 def _rows(plans: list[DeviceMemory], run: DecoderRun) -> dict[str, list[int]]:
@@ -161,14 +158,13 @@ def _rows(plans: list[DeviceMemory], run: DecoderRun) -> dict[str, list[int]]:
     return rows
 
 
-def _about(run: DecoderRun, given: argparse.Namespace) -> list[str]:
+def _about(run: DecoderRun, devices: int, guessed: list[str]) -> list[str]:
     decoder = run.decoder
-    guessed = [name for name in ("layers", "width") if getattr(given, name) is None]
     vocab = f", {decoder.vocab:,} words" if decoder.vocab else ""
     lines = [
         f"{decoder.params:,} parameters in {decoder.layers} layers of width {decoder.width:,}{vocab}"
         + (f" ({' and '.join(guessed)} guessed)" if guessed else "")
-        + f", {run.precision}, {given.gpus} {'device' if given.gpus == 1 else 'devices'}"
+        + f", {run.precision}, {devices} {'device' if devices == 1 else 'devices'}"
     ]
     if run.batch is None:
         lines.append("Activations are not counted: give --seq-len, --batch-size and --vocab.")
@@ -177,15 +173,15 @@ def _about(run: DecoderRun, given: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _advice(plans: dict[Strategy, DeviceMemory], run: DecoderRun, given: argparse.Namespace) -> list[str]:
+def _advice(plans: dict[Strategy, DeviceMemory], run: DecoderRun, devices: int, memory: int | None) -> list[str]:
     """Returns the Trainer to write, or what must change."""
-    if given.memory is None:
-        return [_trainer(list(plans)[-1], run, given.gpus), "Give --memory 80GiB, or what there is, to see what fits."]
-    usable = int(USABLE * given.memory)
+    if memory is None:
+        return [_trainer(list(plans)[-1], run, devices), "Give --memory 80GiB, or what there is, to see what fits."]
+    usable = int(USABLE * memory)
     # DDP comes before FSDP because it communicates less.
-    candidates = [strategy for strategy in plans if strategy != "accel" or given.gpus == 1]
+    candidates = [strategy for strategy in plans if strategy != "accel" or devices == 1]
     fitting = next((strategy for strategy in candidates if plans[strategy].peak_bytes <= usable), None)
-    lines = [] if fitting is None else [_trainer(fitting, run, given.gpus)]
+    lines = [] if fitting is None else [_trainer(fitting, run, devices)]
     if fitting in ("accel", "accel_ddp"):
         return lines
     least = least_devices("accel_fsdp", run, usable)

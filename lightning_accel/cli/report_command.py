@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     from lightning_accel.evidence.peaks import Peaks
@@ -12,35 +11,22 @@ if TYPE_CHECKING:
     from lightning_accel.evidence.report_model import Page
 
 
-def add_parser(subcommands: Any) -> None:
-    """Adds ``report`` to the subcommands of an ``argparse`` parser."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "report",
-        help="one page on a run: where its time and memory went, what was done about it, what to do next",
-        description="Writes the report of a run from what it has left in the folder of its logger.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or a record in it")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="where to: .html, .md or .json (default: report.html)",
-    )
-    parser.set_defaults(handler=run)
+def report(run: Path, *, out: Annotated[Path, {"metavar": "FILE"}] = Path("report.html")) -> int:
+    """Writes the report of a run from what it has left in the folder of its logger.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Writes the report and prints its first lines. Returns the exit status."""
+    Args:
+        run: the folder of a run, or a record in it
+        out: where to: .html, .md or .json (default: report.html)
+    """
     from lightning_accel.evidence.record_reader import read_earlier, read_record  # late: --help without torch
     from lightning_accel.evidence.render import form_of, write
     from lightning_accel.evidence.report_model import page_of
 
-    record = read_record(arguments.run)
-    form_of(arguments.out)
+    record = read_record(run)
+    form_of(out)
     page = page_of(record, read_earlier(record), _peaks_of(record))
-    write(page, arguments.out)
-    _show(page, arguments.out)
+    write(page, out)
+    _show(page, out)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_accel.__main__ import main
-from lightning_accel.cli.exit_codes import ended
+from lightning_accel.cli.command import ended
 
 COMMANDS = ("doctor", "plan", "claims", "cache", "compare", "report", "export", "deploy")
 
@@ -42,7 +42,7 @@ def test_a_second_interrupt_ends_what_is_still_winding_up() -> None:
     """As Inductor's workers do at the end of a process, which wait for each other."""
     code = """
 import atexit, os, signal, threading, time
-from lightning_accel.cli.exit_codes import ended
+from lightning_accel.cli.command import ended
 def interrupted():
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)

@@ -7,19 +7,29 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
 
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Figure, Target
+from lightning_accel.core.clocks import Deadline, Stopwatch
+from lightning_accel.core.device import synchronize
 from lightning_accel.core.host import usable_cores
 from lightning_accel.memory.meter import meter_for
 
 _RESAMPLES = 2000
 _LEAST_ROUNDS, _MOST_ROUNDS = 7, 301
 _LEAST_CALL_MS = 2.0
+
+NOTHING_ELSE: dict[str, Any] = {"memory_format": "off", "inplace_activations": False, "flash_attention": "off"}
+"""The techniques that a plan has by itself, switched off: of a row that measures another, or one of them alone."""
 
 
 def device() -> torch.device:
@@ -29,14 +39,8 @@ def device() -> torch.device:
 
 def interleaved_ms(sides: Mapping[str, Callable[[], Any]], *, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
     """Milliseconds of every side in every round; the sides take turns, so that the machine's mood hits all alike."""
-    names = list(sides)
-    spent: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(warm_up + rounds):
-        for name in names if round_ % 2 == 0 else reversed(names):
-            milliseconds = _milliseconds(sides[name], calls=1)
-            if round_ >= warm_up:
-                spent[name].append(milliseconds)
-    return spent
+    spent = _in_turns(sides, dict.fromkeys(sides, 1), least=warm_up + rounds, most=warm_up + rounds)
+    return {name: milliseconds[warm_up:] for name, milliseconds in spent.items()}
 
 
 def timed_ms(sides: Mapping[str, Callable[[], Any]], *, seconds: float = 3.0) -> dict[str, list[float]]:
@@ -47,29 +51,61 @@ def timed_ms(sides: Mapping[str, Callable[[], Any]], *, seconds: float = 3.0) ->
     calls = {}
     for name, side in sides.items():
         side()  # the first call builds, allocates, finds its algorithm
-        calls[name] = max(1, round(_LEAST_CALL_MS / max(_milliseconds(side, calls=1), 1e-3)))
+        calls[name] = max(1, round(_LEAST_CALL_MS / max(_milliseconds(side, 1), 1e-3)))
+    return _in_turns(sides, calls, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, seconds=seconds)
+
+
+def _in_turns(
+    sides: Mapping[str, Callable[[], Any]], calls: Mapping[str, int], *, least: int, most: int, seconds: float = 0.0
+) -> dict[str, list[float]]:
     spent: dict[str, list[float]] = {name: [] for name in sides}
-    end = time.perf_counter() + seconds
-    for round_ in range(_MOST_ROUNDS):
-        if round_ >= _LEAST_ROUNDS and time.perf_counter() > end:
+    deadline = Deadline(seconds)
+    for round_ in range(most):
+        if round_ >= least and deadline.is_over():
             break
         for name in sides if round_ % 2 == 0 else reversed(list(sides)):
-            spent[name].append(_milliseconds(sides[name], calls=calls[name]))
+            spent[name].append(_milliseconds(sides[name], calls[name]))
     return spent
 
 
-def _milliseconds(side: Callable[[], Any], *, calls: int) -> float:
-    _synchronize()
-    start = time.perf_counter()
+def _milliseconds(side: Callable[[], Any], calls: int) -> float:
+    synchronize(device())
+    stopwatch = Stopwatch()
     for _ in range(calls):
         side()
-    _synchronize()
-    return 1e3 * (time.perf_counter() - start) / calls
+    synchronize(device())
+    return 1e3 * stopwatch.seconds() / calls
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def without_gradients(call: Callable[..., Any], *inputs: Tensor) -> Callable[[], Any]:
+    """A call of a model on these inputs."""
+
+    def run() -> Any:
+        with torch.no_grad():
+            return call(*inputs)
+
+    return run
+
+
+def train_step(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    handle: AcceleratedModel | None,
+    optimizer: Optimizer | None = None,
+) -> Tensor:
+    """A training step of a classifier, with its handle where it is accelerated; no gradient is left.
+
+    Returns:
+        The loss.
+    """
+    with nullcontext() if handle is None else handle.step():
+        loss = F.cross_entropy(model(images if handle is None else handle.batch(images)), labels)
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+    return loss
 
 
 def speedup(condition: str, slow: Sequence[float], fast: Sequence[float], target: Target | None = None) -> Figure:

@@ -46,8 +46,8 @@ class Row:
     row: int
     text: str
     claimed: str
-    figures: tuple[Figure, ...]
-    missing: tuple[Missing, ...]
+    figures: tuple[Figure, ...] = ()
+    missing: tuple[Missing, ...] = ()
     verdict: str
     why: str
     seconds: float
@@ -97,16 +97,10 @@ class Record:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Record:
         """What :meth:`to_dict` gave, read back from JSON."""
-        rows = (
-            Row(
-                **{
-                    **row,
-                    "figures": tuple(map(_figure, row["figures"])),
-                    "missing": tuple(map(_missing, row["missing"])),
-                }
-            )
-            for row in values["rows"]
-        )
+        rows = []
+        for row in values["rows"]:
+            missing = tuple(Missing(**one) for one in row["missing"])
+            rows.append(Row(**{**row, "figures": tuple(map(_figure, row["figures"])), "missing": missing}))
         return cls(machine=values["machine"], date=values["date"], rows=tuple(rows))
 
 
@@ -153,18 +147,7 @@ def _measure_apart(number: int) -> Row:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(measure_row, number).result()
     except BrokenProcessPool:
-        claim = _module(number).CLAIM
-        return Row(
-            row=claim.row,
-            text=claim.text,
-            claimed=claim.claimed,
-            figures=(),
-            missing=(),
-            verdict="failed",
-            why="its process came to a sudden end",
-            seconds=time.perf_counter() - start,
-            has_failed=True,
-        )
+        return _row(_module(number).CLAIM, "failed", "its process came to a sudden end", start)
 
 
 def _module(number: int) -> Any:
@@ -189,24 +172,22 @@ def measured(claim: Claim, measure: Measure) -> Row:
         verdict, why = "not measured here", str(error)
     except Exception as error:
         verdict, why = "failed", f"{type(error).__name__}: {error}"
+    return _row(claim, verdict, why, start, figures=tuple(figures), missing=tuple(missing), others_cores=others.cores())
+
+
+def _row(claim: Claim, verdict: str, why: str, start: float, **found: Any) -> Row:
     return Row(
         row=claim.row,
         text=claim.text,
         claimed=claim.claimed,
-        figures=tuple(figures),
-        missing=tuple(missing),
         verdict=verdict,
         why=why,
         seconds=time.perf_counter() - start,
-        others_cores=others.cores(),
         has_failed=verdict == "failed",
+        **found,
     )
 
 
 def _figure(values: dict[str, Any]) -> Figure:
     target = values["target"]
     return Figure(**{**values, "target": None if target is None else Target(**target)})
-
-
-def _missing(values: dict[str, Any]) -> Missing:
-    return Missing(**values)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target
-from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.claims.measure import NOTHING_ELSE, device, speedup, timed_ms, without_gradients
 from lightning_accel.core.host import Host
 
 CLAIM = Claim(
@@ -59,7 +59,7 @@ def measure() -> Iterator[Figure | Missing]:
     x = torch.randn(128, 256, device=device())
     eager = Branches().to(device())
     script = torch.jit.freeze(torch.jit.script(Branches().to(device()).eval()))
-    times = timed_ms({"eager": inference(eager, x), "script": inference(script, x)}, seconds=3)
+    times = timed_ms({"eager": without_gradients(eager, x), "script": without_gradients(script, x)}, seconds=3)
     yield speedup("by TorchScript, in inference", times["eager"], times["script"], _TARGET)
     if Host.detect(device()).compiler is None:
         yield Missing("by torch.compile", "nothing to compile with: `lightning-accel doctor` names what to install")
@@ -67,7 +67,7 @@ def measure() -> Iterator[Figure | Missing]:
     torch._dynamo.reset()  # its limit on versions of one function counts those of earlier rows too
     compiled = Branches().to(device())
     handle = compiled_by_plan(compiled, x)
-    for name, run in (("in inference", inference), ("in training", training)):
+    for name, run in (("in inference", without_gradients), ("in training", training)):
         sides = {"eager": run(eager, x), "compiled": run(compiled, x)}
         sides["compiled"]()  # without gradients it is compiled anew
         with torch.compiler.set_stance("fail_on_recompile"):  # else it might go on eagerly, unseen
@@ -78,29 +78,13 @@ def measure() -> Iterator[Figure | Missing]:
 
 def compiled_by_plan(model: nn.Module, x: Tensor) -> AcceleratedModel:
     """Compiles the blocks of ``model`` as a plan does, by trial on its second training step."""
-    plan = Plan(
-        precision="32-true",
-        compile="on",
-        techniques={"memory_format": "off", "inplace_activations": False, "flash_attention": "off"},
-        strict=True,
-    )
-    handle = accelerate(model, plan)
+    handle = accelerate(model, Plan(precision="32-true", compile="on", techniques=NOTHING_ELSE, strict=True))
     step = training(model, x)
     for _ in range(2):
         with handle.step():
             step()
     assert len(handle.report.applied("compile")) == BLOCKS, handle.report.to_text()
     return handle
-
-
-def inference(model: nn.Module, x: Tensor) -> Callable[[], None]:
-    """A forward pass without gradients."""
-
-    def run() -> None:
-        with torch.no_grad():
-            model(x)
-
-    return run
 
 
 def training(model: nn.Module, x: Tensor) -> Callable[[], None]:

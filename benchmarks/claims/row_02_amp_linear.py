@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target
-from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.claims.measure import NOTHING_ELSE, device, speedup, timed_ms
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.mixed_precision import DTYPES, PrecisionSetting, resolve_precision
 
@@ -61,7 +61,7 @@ def amp_precision() -> PrecisionSetting:
 def forward(precision: PrecisionSetting, inputs: int, outputs: int) -> Callable[[], None]:
     """The layer on :data:`ROWS` rows, without gradients."""
     layer = nn.Linear(inputs, outputs, device=device())
-    handle = accelerate(layer, amp_plan(precision))
+    handle = accelerate(layer, Plan(precision=precision, techniques=NOTHING_ELSE))
     x = torch.randn(ROWS, inputs, device=device())
 
     def run() -> None:
@@ -76,7 +76,7 @@ def training_step(precision: PrecisionSetting, inputs: int, outputs: int) -> Cal
     """Forward, mean square, backward, and a step of SGD."""
     layer = nn.Linear(inputs, outputs, device=device())
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
-    handle = accelerate(layer, amp_plan(precision))
+    handle = accelerate(layer, Plan(precision=precision, techniques=NOTHING_ELSE))
     x = torch.randn(ROWS, inputs, device=device())
 
     def run() -> None:
@@ -90,10 +90,3 @@ def training_step(precision: PrecisionSetting, inputs: int, outputs: int) -> Cal
         optimizer.zero_grad()
 
     return run
-
-
-def amp_plan(precision: PrecisionSetting) -> Plan:
-    """Mixed precision and nothing else."""
-    return Plan(
-        precision=precision, techniques={"memory_format": "off", "inplace_activations": False, "flash_attention": "off"}
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,6 +19,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.claims._digits import digits
 from lightning_accel.claims.claim import Claim, Figure, Target
 from lightning_accel.claims.measure import device, median_interval
+from lightning_accel.core.patch import temporarily
 from lightning_accel.techniques.mixed_precision import DTYPES, PrecisionSetting
 
 CLAIM = Claim(
@@ -125,13 +126,7 @@ class DigitsNet(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
+def quiet_lightning() -> AbstractContextManager[None]:
     """Keeps Lightning from naming its devices at each of some twenty Trainers."""
     logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return temporarily(lambda: logger.level, logger.setLevel, logging.WARNING)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Claim, Figure, Target, counted
-from lightning_accel.claims.measure import device, interleaved_ms, peak_step_bytes, speedup
+from lightning_accel.claims.measure import NOTHING_ELSE, device, interleaved_ms, peak_step_bytes, speedup
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 CLAIM = Claim(
@@ -118,7 +118,7 @@ def plan(backend: Any, precision: PrecisionSetting, *, verify: bool = True) -> P
     """Flash attention, mixed precision where it is asked for, and nothing else."""
     return Plan(
         precision=precision,
-        techniques={"flash_attention": backend, "memory_format": "off", "inplace_activations": False},
+        techniques={**NOTHING_ELSE, "flash_attention": backend},
         trust="measured" if verify else "unchecked",
         strict=True,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.claims.claim import Claim, Figure, Missing, NotHereError, Target
-from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.claims.measure import device, speedup, timed_ms, without_gradients
 from lightning_accel.core.host import Host
 from lightning_accel.deploy import MissingPackageError, export
 from lightning_accel.deploy.combinations import FormName
@@ -54,16 +54,6 @@ def measure() -> Iterator[Figure | Missing]:
     times = timed_ms(sides, seconds=6)
     for condition in list(sides)[1:]:
         yield speedup(condition, times["eager"], times[condition], Target("at least", 4.2))
-
-
-def without_gradients(model: Deployed, x: Tensor) -> Callable[[], Tensor]:
-    """A call of ``model`` on ``x``."""
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            return model(x)
-
-    return run
 
 
 @torch.no_grad()
@@ -119,9 +109,7 @@ def by_tensorrt(model: nn.Module, x: Tensor) -> Deployed:
         importlib.import_module("torch_tensorrt")
     except ImportError:
         raise NotHereError("torch_tensorrt is not installed: pip install 'lightning-accel[tensorrt]'") from None
-    options: dict[str, Any] = {
-        "min_block_size": 1,
-        "pass_through_build_failures": True,
-    }  # it leaves models this small to PyTorch
+    # It leaves models this small to PyTorch.
+    options: dict[str, Any] = {"min_block_size": 1, "pass_through_build_failures": True}
     run: Deployed = torch.compile(model, backend="torch_tensorrt", dynamic=False, options=options)
     return run

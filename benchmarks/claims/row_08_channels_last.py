@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Claim, Figure, Target
-from lightning_accel.claims.measure import device, speedup, timed_ms
+from lightning_accel.claims.measure import NOTHING_ELSE, device, speedup, timed_ms, train_step
 from lightning_accel.techniques.memory_format import MemoryFormatSetting
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
@@ -31,7 +33,7 @@ def measure() -> Iterator[Figure]:
     precisions: tuple[PrecisionSetting, ...] = ("32-true", "bf16-mixed")
     layouts: tuple[MemoryFormatSetting, ...] = ("off", "channels_last")
     for precision in precisions:
-        sides: dict[str, Callable[[], None]] = {}
+        sides: dict[str, Callable[[], Any]] = {}
         with ExitStack() as stack:
             for layout in layouts:
                 handle, sides[layout] = training_step(layout, precision)
@@ -42,7 +44,7 @@ def measure() -> Iterator[Figure]:
 
 def training_step(
     memory_format: MemoryFormatSetting, precision: PrecisionSetting
-) -> tuple[AcceleratedModel, Callable[[], None]]:
+) -> tuple[AcceleratedModel, Callable[[], Any]]:
     """A step of a small convolutional network on images of 64x64, accelerated by the memory format alone.
 
     16 images on a CPU, 256 on a GPU, which fewer leave idle.
@@ -55,20 +57,9 @@ def training_step(
     images, labels = torch.randn(batch, 3, 64, 64, device=device()), torch.randint(10, (batch,), device=device())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     # Untried: what is claimed is speed, and a trial gives the layout back where sums come out rounded otherwise.
-    plan = Plan(
-        precision=precision,
-        techniques={"memory_format": memory_format, "inplace_activations": False, "flash_attention": "off"},
-        trust="unchecked",
-    )
-    handle = accelerate(model, plan)
-
-    def step() -> None:
-        with handle.step():
-            loss = nn.functional.cross_entropy(model(handle.batch(images)), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    techniques = {**NOTHING_ELSE, "memory_format": memory_format}
+    handle = accelerate(model, Plan(precision=precision, techniques=techniques, trust="unchecked"))
+    step = partial(train_step, model, images, labels, handle, optimizer)
     step()
     applied = handle.report.applied("memory_format")
     if len(applied) != (0 if memory_format == "off" else 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target, counted
-from lightning_accel.claims.measure import device, peak_step_bytes
+from lightning_accel.claims.measure import NOTHING_ELSE, device, peak_step_bytes, train_step
 
 CLAIM = Claim(
     row=9,
@@ -47,13 +48,7 @@ def operations() -> Iterator[Figure]:
         ("the operation is relu", [a], lambda: torch.relu(a), lambda: torch.relu_(a), HALF),
         ("the operation adds a number", [a], lambda: a + one, lambda: a.add_(one), HALF),
         ("the operation adds a tensor", [a, b], lambda: a + b, lambda: a.add_(b), HALF),
-        (
-            "a matmul writes into memory held anyway",
-            [a, b],
-            lambda: a @ b,
-            lambda: torch.mm(a, b, out=other),
-            THIRD,
-        ),
+        ("a matmul writes into memory held anyway", [a, b], lambda: a @ b, lambda: torch.mm(a, b, out=other), THIRD),
         (
             "a convolution writes into memory held anyway",
             [images, weight],
@@ -74,7 +69,7 @@ def saved(condition: str, fresh: int, inplace: int, target: Target) -> Figure:
     return counted(condition, 1 - inplace / fresh, "%", target, f"{fresh / 2**20:.4g} to {inplace / 2**20:.4g} MiB")
 
 
-def training_step(activation: type[nn.Module], inplace: bool) -> Callable[[], None]:
+def training_step(activation: type[nn.Module], inplace: bool) -> Callable[[], Any]:
     """Forward and backward of six convolutions with BatchNorm on 16 images, activated in place by a plan or not."""
     torch.manual_seed(0)
     layers = [
@@ -84,18 +79,9 @@ def training_step(activation: type[nn.Module], inplace: bool) -> Callable[[], No
     ]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 32 * 32, 10)).to(device())
     images, labels = torch.randn(16, 3, 32, 32, device=device()), torch.randint(10, (16,), device=device())
-    plan = Plan(
-        precision="32-true",
-        techniques={"memory_format": "off", "flash_attention": "off", "inplace_activations": inplace},
-    )
-    handle = accelerate(model, plan)
-
-    def step() -> None:
-        with handle.step():
-            loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        model.zero_grad()
-
+    techniques = {**NOTHING_ELSE, "inplace_activations": inplace}
+    handle = accelerate(model, Plan(precision="32-true", techniques=techniques))
+    step = partial(train_step, model, images, labels, handle)
     for _ in range(3):
         step()  # past the proof that it does no harm
     assert len(handle.report.applied("inplace_activations")) == 6 * inplace, handle.report.to_text()

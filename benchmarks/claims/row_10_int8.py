@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims._digits import digits
 from lightning_accel.claims.claim import Claim, Figure, Missing, Target, counted
-from lightning_accel.claims.measure import speedup, timed_ms
+from lightning_accel.claims.measure import speedup, timed_ms, train_step, without_gradients
 from lightning_accel.deploy import MissingPackageError, Quantized, export, quantize
 from lightning_accel.deploy.combinations import Mode
+from lightning_accel.deploy.quantizing import saved_bytes
 
 CLAIM = Claim(
     row=10,
@@ -36,11 +36,7 @@ CLAIM = Claim(
 WIDTH = 3520  # two layers of its square: 25 million weights, 100 MB in float32
 BATCHES = (1, 64)
 SPEED = {"dynamic INT8": 2.5, "static INT8": 3.3, "FP16": 2.0}
-SIZE = {
-    "dynamic INT8": Target("at most", 0.40),
-    "static INT8": Target("at most", 0.35),
-    "FP16": Target("about", 0.50),
-}
+SIZE = {"dynamic INT8": Target("at most", 0.40), "static INT8": Target("at most", 0.35), "FP16": Target("about", 0.50)}
 
 ONNX = " in ONNX Runtime"
 MODES: dict[str, Mode] = {"dynamic INT8": "int8-dynamic", "static INT8": "int8-static"}
@@ -82,17 +78,17 @@ def measure() -> Iterator[Figure | Missing]:
         served: dict[str, Callable[..., Any]] = {}
         for name, one in quantized.items():
             try:
-                served[name + ONNX] = in_onnx(one, images[:2], Path(folder, f"{name}.onnx"))
+                served[name + ONNX] = export(one, (images[:2],), "onnx", path=Path(folder, f"{name}.onnx")).load()
             except MissingPackageError as missing:
                 yield Missing(name + ONNX, str(missing))
         for batch in BATCHES:
             calls: dict[str, Callable[..., Any]] = {**formats, **served}
-            sides = {name: inference(call, images[:batch]) for name, call in calls.items()}
+            sides = {name: without_gradients(call, images[:batch]) for name, call in calls.items()}
             times = timed_ms(sides, seconds=3)
             for name in list(sides)[1:]:
                 target = Target("at least", number) if (number := SPEED.get(name.removesuffix(ONNX))) else None
                 yield speedup(f"{name}, time at a batch of {batch}", times["float32"], times[name], target)
-    for where, size in (("on disk", size_on_disk), ("in memory", size_in_memory)):
+    for where, size in (("on disk", saved_bytes), ("in memory", size_in_memory)):
         sizes = {name: size(form) for name, form in formats.items() if name != "bfloat16"}  # as FP16
         for name in list(sizes)[1:]:
             note = f"{sizes['float32'] / 1e6:.0f} to {sizes[name] / 1e6:.0f} MB"
@@ -119,38 +115,9 @@ def trained(images: Tensor, labels: Tensor, *, width: int = WIDTH, epochs: int =
     handle = accelerate(model, Plan(techniques={"inplace_activations": False}))
     for _ in range(epochs):
         for chosen in torch.randperm(len(images)).split(128):
-            with handle.step():
-                loss = F.cross_entropy(model(handle.batch(images[chosen])), labels[chosen])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, images[chosen], labels[chosen], handle, optimizer)
     handle.undo()
     return model.eval()
-
-
-def in_onnx(quantized: Quantized, images: Tensor, path: Path) -> Callable[..., Any]:
-    """The same INT8 for ONNX Runtime, for batches of any size.
-
-    Raises:
-        MissingPackageError: It is not installed.
-    """
-    return export(quantized, (images,), "onnx", path=path).load()
-
-
-def inference(model: Callable[..., Any], images: Tensor) -> Callable[[], None]:
-    def run() -> None:
-        with torch.no_grad():
-            model(images)
-
-    return run
-
-
-def size_on_disk(model: nn.Module) -> int:
-    """Bytes of the saved ``state_dict``."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "weights.pt")
-        torch.save(model.state_dict(), path)
-        return path.stat().st_size
 
 
 def size_in_memory(model: nn.Module) -> int:

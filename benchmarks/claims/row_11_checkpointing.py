@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, Target, counted
-from lightning_accel.claims.measure import device, interleaved_ms, speedup
+from lightning_accel.claims.measure import NOTHING_ELSE, device, interleaved_ms, speedup
 from lightning_accel.memory.meter import meter_for
 
 CLAIM = Claim(
@@ -54,11 +54,7 @@ class Training:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device())
         self.x = torch.randn(BATCH, LENGTH, WIDTH, device=device())
-        plan = Plan(
-            precision="32-true",
-            memory={"checkpoint": mode},
-            techniques={"memory_format": "off", "flash_attention": "off", "inplace_activations": False},
-        )
+        plan = Plan(precision="32-true", memory={"checkpoint": mode}, techniques=NOTHING_ELSE)
         self.handle = accelerate(self.model, plan)
         for _ in range(3):
             self()  # past what is decided in the first steps

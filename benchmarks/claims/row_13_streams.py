@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target
 from lightning_accel.claims.measure import interleaved_ms, speedup
+from lightning_accel.claims.row_08_channels_last import conv
 from lightning_accel.data import DevicePipeline
 
 CLAIM = Claim(
@@ -96,8 +97,3 @@ def training_step(device: torch.device) -> Callable[[Batch], None]:
         optimizer.zero_grad()
 
     return step
-
-
-def conv(channels: int, out_channels: int, stride: int = 1) -> nn.Module:
-    layer = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
-    return nn.Sequential(layer, nn.BatchNorm2d(out_channels), nn.ReLU())

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target, counted
+from lightning_accel.claims.measure import train_step
 from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
@@ -73,14 +74,7 @@ def losses(model: nn.Module, plan: Plan | None, end_of_step: Callable[[], None] 
     handle = None if plan is None else accelerate(model, plan)
     found = []
     for _ in range(STEPS):
-        if handle is None:
-            loss = nn.functional.cross_entropy(model(images), labels)
-        else:
-            with handle.step():
-                loss = nn.functional.cross_entropy(model(handle.batch(images)), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train_step(model, images, labels, handle, optimizer)
         end_of_step()
         found.append(loss.item())
     if handle is not None:

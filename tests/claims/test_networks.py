@@ -289,7 +289,7 @@ def test_quantised_networks_know_the_digits_as_well(small_network: Any) -> None:
 @deprecated
 def test_int8_takes_a_quarter_of_the_space_on_disk() -> None:
     wide = nn.Sequential(nn.Linear(1024, 512))
-    share = row_10_int8.size_on_disk(quantize(wide, "int8-dynamic").model) / row_10_int8.size_on_disk(wide)
+    share = row_10_int8.saved_bytes(quantize(wide, "int8-dynamic").model) / row_10_int8.saved_bytes(wide)
     assert share == pytest.approx(0.25, abs=0.03)
 
 
@@ -303,7 +303,7 @@ def test_where_pytorch_does_not_quantise_fp16_is_measured_and_int8_said_to_be_mi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(row_10_int8, "trained", partial(row_10_int8.trained, width=16, epochs=1))
-    monkeypatch.setattr(row_10_int8, "size_in_memory", row_10_int8.size_on_disk)  # a process a network takes seconds
+    monkeypatch.setattr(row_10_int8, "size_in_memory", row_10_int8.saved_bytes)  # a process a network takes seconds
 
     def nothing(*given: Any) -> Any:
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack")

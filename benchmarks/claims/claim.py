@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Outcome = Literal["holds", "holds when", "no longer holds"]
 Unit = Literal["x", "%", "error"]
@@ -40,6 +41,20 @@ class Claim:
     text: str
     claimed: str
     why: Mapping[Outcome, str]
+
+
+def claim_in(text: str | None, *, row: int) -> Claim:
+    """The claim that a row's docstring states.
+
+    Args:
+        text: What was promised, and lines ``Claimed: ...``, ``Holds: ...``, ``Holds when: ...`` and ``No longer holds:
+            ...``, going on in lines that are indented; others are for readers alone.
+        row: As of a claim.
+    """
+    about, _, more = (text or "").partition(".\n")
+    found = {name: " ".join(said.split()) for name, said in re.findall(r"^(\w[\w ]*): (.*(?:\n {4}.*)*)", more, re.M)}
+    why: dict[Outcome, str] = {outcome: found[outcome.capitalize()] for outcome in get_args(Outcome)}
+    return Claim(row=row, text=about, claimed=found["Claimed"], why=why)
 
 
 @dataclass(frozen=True)

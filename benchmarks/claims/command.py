@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from lightning_accel.cli.command import print_json
+from lightning_accel.cli.command import console, print_json
 
 
 def claims(
@@ -96,37 +96,24 @@ def write(folder: Path, record: Any) -> None:
 
 def show(record: Any) -> None:
     """Prints the table."""
-    from rich.console import Console
     from rich.table import Table
 
     from lightning_accel.claims.machine import title
     from lightning_accel.claims.page import MET, interval_text, number_text, target_text
 
-    console = Console()
-    # As the doctor: a pipe has no width to wrap at.
-    console = console if console.is_terminal else Console(width=160)
-    console.print(
-        f"{title(record.machine)}; torch {record.machine['torch']}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    printed = console(160)
+    plain: Any = {"highlight": False, "markup": False, "soft_wrap": True}
+    printed.print(f"{title(record.machine)}; torch {record.machine['torch']}", **plain)
     table = Table("#", "claim", "condition", "claimed", "measured", "95% interval", "met")
     for row in record.rows:
-        lines = [
-            (
-                figure.condition,
-                target_text(figure),
-                number_text(figure.value, figure.unit),
-                interval_text(figure),
-                MET[figure.is_met],
-            )
-            for figure in row.figures
-        ]
+        lines = []
+        for figure in row.figures:
+            measured = number_text(figure.value, figure.unit), interval_text(figure), MET[figure.is_met]
+            lines.append((figure.condition, target_text(figure), *measured))
         lines += [(gap.condition, "", "not here", gap.reason, "") for gap in row.missing]
         for index, line in enumerate(lines or [("", row.claimed, "not here", "", "")]):
             table.add_row(*((str(row.row), row.text) if index == 0 else ("", "")), *line)
         table.add_section()
-    console.print(table, markup=False)
+    printed.print(table, markup=False)
     for row in record.rows:
-        console.print(f"{row.row}: {row.verdict}. {row.why}", highlight=False, markup=False, soft_wrap=True)
+        printed.print(f"{row.row}: {row.verdict}. {row.why}", **plain)

@@ -1,4 +1,13 @@
-"""Claim 4: FlashAttention is 5 times as fast as matmul, softmax, matmul, as exact, and lean: O(n) memory, not O(n²)."""
+"""FlashAttention, B = 32, L = 1024, D = 512, against matmul-softmax-matmul.
+
+Claimed: 5x; relative error < 0.01%; memory O(n²) → O(n)
+Holds: the L x L scores never reach memory, and writing and reading them is what the three operations spend most of
+    their time on
+Holds when: a fused kernel may spare the memory of the L x L scores and have the same numbers, but the two products,
+    which it has to compute like anybody, leave less time to save the wider the head is
+No longer holds: the fused kernel that torch takes here for a head this wide gains less than was claimed, and its
+    numbers and its memory are not what was claimed either
+"""
 
 from __future__ import annotations
 
@@ -12,23 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
-from lightning_accel.claims.claim import Claim, Figure, Target, counted
+from lightning_accel.claims.claim import Figure, Target, claim_in, counted
 from lightning_accel.claims.measure import NOTHING_ELSE, device, interleaved_ms, peak_step_bytes, speedup
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
-CLAIM = Claim(
-    row=4,
-    text="FlashAttention, B = 32, L = 1024, D = 512, against matmul-softmax-matmul",
-    claimed="5x; relative error < 0.01%; memory O(n²) → O(n)",
-    why={
-        "holds": "the L x L scores never reach memory, and writing and reading them is what the three operations spend"
-        " most of their time on",
-        "holds when": "a fused kernel may spare the memory of the L x L scores and have the same numbers, but the two"
-        " products, which it has to compute like anybody, leave less time to save the wider the head is",
-        "no longer holds": "the fused kernel that torch takes here for a head this wide gains less than was claimed,"
-        " and its numbers and its memory are not what was claimed either",
-    },
-)
+CLAIM = claim_in(__doc__, row=4)
 
 B, L, D = 32, 1024, 512
 LENGTHS, MOST_BY_HAND = (256, 1024, 4096, 16_384), 4096

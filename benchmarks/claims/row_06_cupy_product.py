@@ -1,4 +1,12 @@
-"""Claim 6: matrices are preprocessed 82 times as fast with CuPy as with NumPy, and nothing is copied on the way."""
+"""CuPy for matrix preprocessing, a product of 10,000 x 10,000.
+
+Claimed: 82x over NumPy; zero-copy both ways
+Holds: the product is bound by arithmetic, of which this GPU does that many times more a second than the cores beside
+    it; tensors and CuPy's arrays are the same memory
+Holds when: tensors and CuPy's arrays can be the same memory whatever the speed, and how many times as fast the product
+    is depends on the GPU and on how many cores NumPy has
+No longer holds: the cores beside this GPU do too much of the same arithmetic a second, and memory was copied on the way
+"""
 
 from __future__ import annotations
 
@@ -8,25 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target, counted
+from lightning_accel.claims.claim import Figure, NotHereError, Target, claim_in, counted
 from lightning_accel.claims.measure import interleaved_ms, speedup
 from lightning_accel.data import Map, Preprocess
 from lightning_accel.data.tensor_arrays import why_no_cupy
 from lightning_accel.ops.arrays import as_tensors
 
-CLAIM = Claim(
-    row=6,
-    text="CuPy for matrix preprocessing, a product of 10,000 x 10,000",
-    claimed="82x over NumPy; zero-copy both ways",
-    why={
-        "holds": "the product is bound by arithmetic, of which this GPU does that many times more a second than the"
-        " cores beside it; tensors and CuPy's arrays are the same memory",
-        "holds when": "tensors and CuPy's arrays can be the same memory whatever the speed, and how many times as fast"
-        " the product is depends on the GPU and on how many cores NumPy has",
-        "no longer holds": "the cores beside this GPU do too much of the same arithmetic a second, and memory was"
-        " copied on the way",
-    },
-)
+CLAIM = claim_in(__doc__, row=6)
 
 SIZE = 10_000
 

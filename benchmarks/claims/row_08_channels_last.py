@@ -1,4 +1,12 @@
-"""Claim 8: channels_last makes convolutional networks faster, measured over whole training steps."""
+"""`channels_last` for convolutions.
+
+Claimed: faster
+Holds: the convolution kernels work on this layout, and are spared the reordering on the way in and out
+Holds when: only some kernels here gain by this layout; with others, reordering costs what it saves
+No longer holds: the kernels here are as fast in torch's own layout, or the gain is lost in the noise
+
+Measured over whole training steps.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +20,12 @@ from torch import nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
-from lightning_accel.claims.claim import Claim, Figure, Target
+from lightning_accel.claims.claim import Figure, Target, claim_in
 from lightning_accel.claims.measure import NOTHING_ELSE, device, speedup, timed_ms, train_step
 from lightning_accel.techniques.memory_format import MemoryFormatSetting
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
-CLAIM = Claim(
-    row=8,
-    text="`channels_last` for convolutions",
-    claimed="faster",
-    why={
-        "holds": "the convolution kernels work on this layout, and are spared the reordering on the way in and out",
-        "holds when": "only some kernels here gain by this layout; with others, reordering costs what it saves",
-        "no longer holds": "the kernels here are as fast in torch's own layout, or the gain is lost in the noise",
-    },
-)
+CLAIM = claim_in(__doc__, row=8)
 
 
 def measure() -> Iterator[Figure]:

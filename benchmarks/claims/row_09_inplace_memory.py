@@ -1,4 +1,12 @@
-"""Claim 9: in-place operations save half of the memory of sums and activations, a third of that of products."""
+"""In-place operations save memory.
+
+Claimed: add, relu 50%; matmul, conv 33%
+Holds: each saves its result: one of two tensors, or of three
+Holds when: it saves the operation its result. Products have no in-place form: with `out=` they write into memory that
+    has to be held by somebody, and a convolution allocates as much as before. A training step holds what is saved for
+    backward, and a ReLU's result is saved whether it is new or not
+No longer holds: the results that are spared are little beside what else is held
+"""
 
 from __future__ import annotations
 
@@ -10,21 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.claims.claim import Claim, Figure, Target, counted
+from lightning_accel.claims.claim import Figure, Target, claim_in, counted
 from lightning_accel.claims.measure import NOTHING_ELSE, device, peak_step_bytes, train_step
 
-CLAIM = Claim(
-    row=9,
-    text="In-place operations save memory",
-    claimed="add, relu 50%; matmul, conv 33%",
-    why={
-        "holds": "each saves its result: one of two tensors, or of three",
-        "holds when": "it saves the operation its result. Products have no in-place form: with `out=` they write into"
-        " memory that has to be held by somebody, and a convolution allocates as much as before. A training step holds"
-        " what is saved for backward, and a ReLU's result is saved whether it is new or not",
-        "no longer holds": "the results that are spared are little beside what else is held",
-    },
-)
+CLAIM = claim_in(__doc__, row=9)
 
 HALF, THIRD = Target("at least", 0.5), Target("at least", 0.33)
 

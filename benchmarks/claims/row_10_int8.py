@@ -1,4 +1,12 @@
-"""Claim 10: INT8 and FP16 shrink a network of 100 MB and speed its inference up. Measured on the CPU."""
+"""INT8 (dynamic, static) and FP16 against a network of 100 MB in float32, on the CPU.
+
+Claimed: dynamic 2.5x and 40 MB; static 3.3x and 35 MB; FP16 2x and 50 MB
+Holds: the weights shrink as their numbers do, and the CPU's units for them compute more at a time
+Holds when: what is stored shrinks as its numbers do; whether the CPU has fast units for just these numbers, at just
+    this size of batch, is another matter
+No longer holds: neither is less stored than in float32 by as much as was said, nor do the CPU's units for these numbers
+    gain as much
+"""
 
 from __future__ import annotations
 
@@ -14,24 +22,13 @@ from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims._digits import digits
-from lightning_accel.claims.claim import Claim, Figure, Missing, Target, counted
+from lightning_accel.claims.claim import Figure, Missing, Target, claim_in, counted
 from lightning_accel.claims.measure import speedup, timed_ms, train_step, without_gradients
 from lightning_accel.deploy import MissingPackageError, Quantized, export, quantize
 from lightning_accel.deploy.combinations import Mode
 from lightning_accel.deploy.quantizing import saved_bytes
 
-CLAIM = Claim(
-    row=10,
-    text="INT8 (dynamic, static) and FP16 against a network of 100 MB in float32, on the CPU",
-    claimed="dynamic 2.5x and 40 MB; static 3.3x and 35 MB; FP16 2x and 50 MB",
-    why={
-        "holds": "the weights shrink as their numbers do, and the CPU's units for them compute more at a time",
-        "holds when": "what is stored shrinks as its numbers do; whether the CPU has fast units for just these"
-        " numbers, at just this size of batch, is another matter",
-        "no longer holds": "neither is less stored than in float32 by as much as was said, nor do the CPU's units for"
-        " these numbers gain as much",
-    },
-)
+CLAIM = claim_in(__doc__, row=10)
 
 WIDTH = 3520  # two layers of its square: 25 million weights, 100 MB in float32
 BATCHES = (1, 64)

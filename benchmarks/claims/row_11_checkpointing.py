@@ -1,4 +1,12 @@
-"""Claim 11: gradient checkpointing halves the memory of training."""
+"""Gradient checkpointing of an 8-block transformer; memory beyond parameters and batch.
+
+Claimed: −50% memory
+Holds: of every block only its input is kept, and in `selective` what its products computed; the rest is computed again,
+    one block at a time
+Holds when: what is kept besides the blocks' inputs, and the one block that is computed again, weigh more where less is
+    recomputed, and at the peak than after the forward pass
+No longer holds: little of a step's memory is activations here, or little of them can be computed again
+"""
 
 from __future__ import annotations
 
@@ -9,22 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.claims.claim import Claim, Figure, Target, counted
+from lightning_accel.claims.claim import Figure, Target, claim_in, counted
 from lightning_accel.claims.measure import NOTHING_ELSE, device, interleaved_ms, speedup
 from lightning_accel.memory.meter import meter_for
 
-CLAIM = Claim(
-    row=11,
-    text="Gradient checkpointing of an 8-block transformer; memory beyond parameters and batch",
-    claimed="−50% memory",
-    why={
-        "holds": "of every block only its input is kept, and in `selective` what its products computed; the rest is"
-        " computed again, one block at a time",
-        "holds when": "what is kept besides the blocks' inputs, and the one block that is computed again, weigh more"
-        " where less is recomputed, and at the peak than after the forward pass",
-        "no longer holds": "little of a step's memory is activations here, or little of them can be computed again",
-    },
-)
+CLAIM = claim_in(__doc__, row=11)
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 256, 4, 8, 4, 256
 MODES = ("off", "selective", "full")

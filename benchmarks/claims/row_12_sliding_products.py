@@ -1,4 +1,13 @@
-"""Claim 12: products of sliding windows by a strided view and one batched product are far faster than a loop."""
+"""Sliding-window products by a strided view and one batched product: a (10, 20), b (20, 1000), window 20.
+
+Claimed: far faster than the loop
+Holds: one call does what a thousand small ones do; and as all the products are windows of one, a @ b, `sliding_matmul`
+    does a twentieth of the work
+Holds when: not in every library a call costs more than the product of a window; as all the products are windows of one,
+    a @ b, `sliding_matmul` does a twentieth of the work
+No longer holds: the calls of the loop cost next to nothing here; as all the products are windows of one, a @ b,
+    `sliding_matmul` does a twentieth of the work
+"""
 
 from __future__ import annotations
 
@@ -8,23 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_accel.claims.claim import Claim, Figure, Target
+from lightning_accel.claims.claim import Figure, Target, claim_in
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.ops import sliding_matmul, windows
 
-CLAIM = Claim(
-    row=12,
-    text="Sliding-window products by a strided view and one batched product: a (10, 20), b (20, 1000), window 20",
-    claimed="far faster than the loop",
-    why={
-        "holds": "one call does what a thousand small ones do; and as all the products are windows of one, a @ b,"
-        " `sliding_matmul` does a twentieth of the work",
-        "holds when": "not in every library a call costs more than the product of a window; as all the products are"
-        " windows of one, a @ b, `sliding_matmul` does a twentieth of the work",
-        "no longer holds": "the calls of the loop cost next to nothing here; as all the products are windows of one,"
-        " a @ b, `sliding_matmul` does a twentieth of the work",
-    },
-)
+CLAIM = claim_in(__doc__, row=12)
 
 M, K, T, WINDOW = 10, 20, 1000, 20
 

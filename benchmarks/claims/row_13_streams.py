@@ -1,4 +1,11 @@
-"""Claim 13: with CUDA streams, copies to the device are hidden behind what it computes."""
+"""CUDA streams overlap copies with compute.
+
+Claimed: hidden transfer
+Holds: the next batches come through pinned memory on a stream of their own, while the device computes
+Holds when: the copies go on beside the step; what that gains, and whether it hides them, depends on how long they take
+    next to it
+No longer holds: to have the copies go on beside the step costs as much here as they do
+"""
 
 from __future__ import annotations
 
@@ -7,22 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target
+from lightning_accel.claims.claim import Figure, NotHereError, Target, claim_in
 from lightning_accel.claims.measure import interleaved_ms, speedup
 from lightning_accel.claims.row_08_channels_last import conv
 from lightning_accel.data import DevicePipeline
 
-CLAIM = Claim(
-    row=13,
-    text="CUDA streams overlap copies with compute",
-    claimed="hidden transfer",
-    why={
-        "holds": "the next batches come through pinned memory on a stream of their own, while the device computes",
-        "holds when": "the copies go on beside the step; what that gains, and whether it hides them, depends on how"
-        " long they take next to it",
-        "no longer holds": "to have the copies go on beside the step costs as much here as they do",
-    },
-)
+CLAIM = claim_in(__doc__, row=13)
 
 SAMPLES, SIDE, STEPS = 256, 224, 12
 DISTINCT = 4  # batches, which come again and again

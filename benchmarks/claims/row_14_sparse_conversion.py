@@ -1,4 +1,12 @@
-"""Claim 14: a dense array becomes CSR as fast, and in as little memory, as COO by one ``nonzero``."""
+"""Dense → CSR as fast and as lean as dense → COO, 4096²; both of this project, with torch's own beside them.
+
+Claimed: equal time, flat memory
+Holds: both read the array piece by piece and write their result once; CSR has one index less a value, and counting
+    where rows end takes next to no time
+Holds when: reading the array takes the same for both; what CSR adds, the ends of the rows, and what it saves, one index
+    a value, weigh differently by density
+No longer holds: counting where rows end takes longer here than writing one index more a value
+"""
 
 from __future__ import annotations
 
@@ -9,22 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.claims.claim import Claim, Figure, Target, counted
+from lightning_accel.claims.claim import Figure, Target, claim_in, counted
 from lightning_accel.claims.measure import device, peak_bytes, speedup, timed_ms
 from lightning_accel.ops import to_coo, to_csr
 
-CLAIM = Claim(
-    row=14,
-    text="Dense → CSR as fast and as lean as dense → COO, 4096²; both of this project, with torch's own beside them",
-    claimed="equal time, flat memory",
-    why={
-        "holds": "both read the array piece by piece and write their result once; CSR has one index less a value, and"
-        " counting where rows end takes next to no time",
-        "holds when": "reading the array takes the same for both; what CSR adds, the ends of the rows, and what it"
-        " saves, one index a value, weigh differently by density",
-        "no longer holds": "counting where rows end takes longer here than writing one index more a value",
-    },
-)
+CLAIM = claim_in(__doc__, row=14)
 
 SIZE = 4096
 DENSITIES = (0.5, 0.1, 0.01, 0.001)

@@ -1,4 +1,10 @@
-"""Claim 15: a ReLU that makes a sparse array need not build the dense result first."""
+"""A ReLU with a sparse result, against `relu(x).to_sparse()`, 4096².
+
+Claimed: less memory
+Holds: what is above zero is found in the input, piece by piece: beside the sparse result nothing is held but one piece
+Holds when: the dense result is spared, which is not much beside the indices where little of it is zero
+No longer holds: the pieces that are worked on take more than the dense result
+"""
 
 from __future__ import annotations
 
@@ -9,22 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel.claims.claim import Claim, Figure, Target, counted
+from lightning_accel.claims.claim import Figure, Target, claim_in, counted
 from lightning_accel.claims.measure import device, peak_bytes, speedup, timed_ms
 from lightning_accel.claims.row_14_sparse_conversion import DENSITIES, SIZE
 from lightning_accel.ops import sparse_relu
 
-CLAIM = Claim(
-    row=15,
-    text="A ReLU with a sparse result, against `relu(x).to_sparse()`, 4096²",
-    claimed="less memory",
-    why={
-        "holds": "what is above zero is found in the input, piece by piece: beside the sparse result nothing is held"
-        " but one piece",
-        "holds when": "the dense result is spared, which is not much beside the indices where little of it is zero",
-        "no longer holds": "the pieces that are worked on take more than the dense result",
-    },
-)
+CLAIM = claim_in(__doc__, row=15)
 
 
 def measure() -> Iterator[Figure]:

@@ -1,4 +1,12 @@
-"""Claim 17: samples and densities of normal distributions through Cholesky, with autograd, against NumPy and SciPy."""
+"""multivariate normal sampling and density through Cholesky, with autograd.
+
+Claimed: same numbers as NumPy
+Holds: the factorisation is the same; what differs is the rounding of the dtype
+Holds when: in the other cases the dtype's rounding is more than was allowed
+No longer holds: the dtype's rounding is more than was allowed
+
+Measured against NumPy and SciPy.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +18,11 @@ import torch
 from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 
-from lightning_accel.claims.claim import Claim, Figure, Missing, Target, counted
+from lightning_accel.claims.claim import Figure, Missing, Target, claim_in, counted
 from lightning_accel.claims.measure import device, speedup, timed_ms
 from lightning_accel.ops import gaussian
 
-CLAIM = Claim(
-    row=17,
-    text="multivariate normal sampling and density through Cholesky, with autograd",
-    claimed="same numbers as NumPy",
-    why={
-        "holds": "the factorisation is the same; what differs is the rounding of the dtype",
-        "holds when": "in the other cases the dtype's rounding is more than was allowed",
-        "no longer holds": "the dtype's rounding is more than was allowed",
-    },
-)
+CLAIM = claim_in(__doc__, row=17)
 FEATURES, POINTS = 16, 1000
 ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-4}
 

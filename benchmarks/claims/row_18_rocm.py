@@ -1,4 +1,12 @@
-"""Claim 18: the same code runs on AMD GPUs. Trained there, plain and accelerated; the losses are compared."""
+"""AMD ROCm: the same code.
+
+Claimed: runs
+Holds: torch speaks to AMD GPUs by the names of CUDA, and every technique answers for what differs there
+Holds when: the losses of the other precision are not those of a plain run
+No longer holds: the losses are not those of a plain run
+
+Trained there, plain and accelerated; the losses are compared.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +17,12 @@ import torch
 from torch import nn
 
 from lightning_accel import Plan, accelerate
-from lightning_accel.claims.claim import Claim, Figure, NotHereError, Target, counted
+from lightning_accel.claims.claim import Figure, NotHereError, Target, claim_in, counted
 from lightning_accel.claims.measure import train_step
 from lightning_accel.cli.decisions import ExampleModel
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
-CLAIM = Claim(
-    row=18,
-    text="AMD ROCm: the same code",
-    claimed="runs",
-    why={
-        "holds": "torch speaks to AMD GPUs by the names of CUDA, and every technique answers for what differs there",
-        "holds when": "the losses of the other precision are not those of a plain run",
-        "no longer holds": "the losses are not those of a plain run",
-    },
-)
+CLAIM = claim_in(__doc__, row=18)
 
 STEPS = 20
 ALLOWED: dict[PrecisionSetting, float] = {"32-true": 1e-3, "bf16-mixed": 0.05}

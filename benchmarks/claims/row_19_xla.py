@@ -1,25 +1,24 @@
-"""Claim 19: the same code runs on TPUs. Trained there, plain and accelerated; the losses are compared."""
+"""XLA/TPU: the same code.
+
+Claimed: runs
+Holds: in a loop of one's own, where autocast is all that XLA leaves to be done; Lightning's strategies for XLA take no
+    AccelPlugin, and AccelXLAPlugin in its place
+Holds when: the losses of the other precision are not those of a plain run
+No longer holds: the losses are not those of a plain run
+
+Trained there, plain and accelerated; the losses are compared.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
 
-from lightning_accel.claims.claim import Claim, Figure, NotHereError
+from lightning_accel.claims.claim import Figure, NotHereError, claim_in
 from lightning_accel.claims.row_18_rocm import same_losses
 from lightning_accel.core.host import Host
 
-CLAIM = Claim(
-    row=19,
-    text="XLA/TPU: the same code",
-    claimed="runs",
-    why={
-        "holds": "in a loop of one's own, where autocast is all that XLA leaves to be done; Lightning's strategies for"
-        " XLA take no AccelPlugin, and AccelXLAPlugin in its place",
-        "holds when": "the losses of the other precision are not those of a plain run",
-        "no longer holds": "the losses are not those of a plain run",
-    },
-)
+CLAIM = claim_in(__doc__, row=19)
 
 
 def measure() -> Iterator[Figure]:

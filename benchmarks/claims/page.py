@@ -39,23 +39,16 @@ def page(records: Sequence[Record]) -> str:
 def machines_table(records: Sequence[Record]) -> str:
     """A line a machine: what it is, what ran on it, and which rows other processes disturbed."""
     heading = ("machine", "threads", "torch", "Python", "measured on", "rows measured", "seconds", "to be repeated")
-    return _markdown(heading, [_machine_line(record) for record in records])
-
-
-def _machine_line(record: Record) -> Sequence[str]:
-    about = record.machine
-    measured = sum(1 for row in record.rows if row.figures)
-    disturbed = ", ".join(str(row.row) for row in record.rows if row.is_disturbed)
-    return (
-        title(about),
-        str(about["threads"]),
-        about["torch"],
-        about["python"],
-        record.date,
-        f"{measured} of {len(record.rows)}",
-        f"{sum(row.seconds for row in record.rows):.0f}",
-        f"other processes were busy meanwhile: {disturbed}" if disturbed else "",
-    )
+    lines = []
+    for record in records:
+        about = record.machine
+        measured = f"{sum(1 for row in record.rows if row.figures)} of {len(record.rows)}"
+        seconds = f"{sum(row.seconds for row in record.rows):.0f}"
+        disturbed = ", ".join(str(row.row) for row in record.rows if row.is_disturbed)
+        remark = f"other processes were busy meanwhile: {disturbed}" if disturbed else ""
+        versions = str(about["threads"]), about["torch"], about["python"]
+        lines.append((title(about), *versions, record.date, measured, seconds, remark))
+    return _markdown(heading, lines)
 
 
 def table(records: Sequence[Record]) -> str:

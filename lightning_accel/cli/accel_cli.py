@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning_utilities.core.imports import RequirementCache
@@ -51,9 +52,10 @@ _TRAINER_CLASS = 4  # its position among LightningCLI's arguments
 _JSONARGPARSE = RequirementCache("jsonargparse[signatures]>=4.35,<5")
 # Jsonargparse's messages about an unknown key: in a section, in a section of a subcommand (with the section's name
 # before it), on the command line.
-_UNKNOWN_KEY = re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'")
-_UNKNOWN_PATH = re.compile(r"Subcommand '[^']+' does not accept option '(?P<key>[^']+)'")
-_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
+_UNKNOWN = re.compile(
+    r"(?:Group '(?P<group>[^']+)'|Subcommand '[^']+') does not accept option '(?P<key>[^']+)'"
+    r"|unrecognized arguments: --(?P<flag>[^\s=]+)"
+)
 
 
 class AccelArgumentParser(LightningArgumentParser):
@@ -109,11 +111,10 @@ class AccelCLI(LightningCLI):
         given = sys.argv if args is None else args
         if not isinstance(given, list) or "tune" not in given:
             super().parse_arguments(parser, args)
-        elif args is not None:
-            super().parse_arguments(parser, with_sections(given))
-        else:
-            with temporarily(lambda: sys.argv, _set_argv, with_sections(given)):
-                super().parse_arguments(parser, args)
+            return
+        given = with_sections(given)
+        with temporarily(lambda: sys.argv, partial(setattr, sys, "argv"), given if args is None else sys.argv):
+            super().parse_arguments(parser, None if args is None else given)
 
     def tune(self, model: LightningModule, datamodule: LightningDataModule | None = None, **not_read: Any) -> None:
         """Runs the subcommand ``tune``."""
@@ -170,17 +171,13 @@ class AccelCLI(LightningCLI):
         plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
         self._check_no_other_precision(config.get("precision"), plugins)
         self._check_strategy(config.get("strategy"))
-        plugin = self._plugin_for(config.get("strategy"), config.get("accelerator"))
-        return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, plugin]})
-
-    def _plugin_for(self, strategy: Any, accelerator: Any) -> AccelPlugin | AccelXLAPlugin:
-        """Returns the plugin of this plan for the strategy."""
-        if not _is_for_xla(strategy, accelerator):
-            return AccelPlugin.from_plan(self.plan)
+        is_for_xla = _is_for_xla(config.get("strategy"), config.get("accelerator"))
+        kind: type[AccelPlugin] | type[AccelXLAPlugin] = AccelXLAPlugin if is_for_xla else AccelPlugin
         try:
-            return AccelXLAPlugin.from_plan(self.plan)
+            plugin = kind.from_plan(self.plan)
         except (ModuleNotFoundError, ValueError) as error:
             self.parser.error(f"accel: {error}")
+        return super().instantiate_trainer(**{**kwargs, "plugins": [*plugins, plugin]})
 
     def _check_no_other_precision(self, precision: Any, plugins: list[Any]) -> None:
         if precision is not None:
@@ -228,21 +225,16 @@ def _is_for_xla(strategy: Any, accelerator: Any) -> bool:
     return accelerator == "tpu" or isinstance(accelerator, XLAAccelerator)
 
 
-def _set_argv(arguments: list[str]) -> None:
-    sys.argv = arguments
-
-
 def _hint(message: str, names: list[str]) -> str:
-    if (known := _UNKNOWN_FLAG.search(message) or _UNKNOWN_KEY.search(message) or _UNKNOWN_PATH.search(message)) and (
-        key := known["key"].rpartition("accel.")[2]
-    ) in declarations():
-        return f": {written(key, '...')} sets it."
-    if unknown := _UNKNOWN_KEY.search(message):
-        group = unknown["group"] + "."
-        return nearest(unknown["key"], [name.removeprefix(group) for name in names if name.startswith(group)])
-    if unknown := _UNKNOWN_PATH.search(message) or _UNKNOWN_FLAG.search(message):
-        return nearest(unknown["key"], names)
-    return ""
+    unknown = _UNKNOWN.search(message)
+    if unknown is None:
+        return ""
+    key, group = unknown["key"] or unknown["flag"], f"{unknown['group']}."
+    if (technique := key.rpartition("accel.")[2]) in declarations():
+        return f": {written(technique, '...')} sets it."
+    if unknown["group"]:
+        names = [name.removeprefix(group) for name in names if name.startswith(group)]
+    return nearest(key, names)
 
 
 def _setting_names(parser: Any) -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_accel.evidence.record import Record
 
 _LAST_LINES = 20
+_DATA_HINT = "A checkout holds what git knows. What else both need, such as data, is shared with `--link data`."
 
 
 class RunError(ValueError):
@@ -49,7 +50,10 @@ class RevisionSide:
         with Subprocess(self.command, environment=environment, folder=self.folder) as program:
             if status := program.wait():
                 shown = "".join(f"  | {line.rstrip()}\n" for line in program.last_lines(_LAST_LINES))
-                raise RunError(f"{self.letter} ({self.name}) ended with status {status}:\n{shown}{self._data_hint()}")
+                raise RunError(
+                    f"{self.letter} ({self.name}) ended with status {status}:\n{shown}"
+                    + (_DATA_HINT if self.elsewhere is not None else "")
+                )
         if not list((folder / FOLDER).glob("*.jsonl")):
             raise RunError(
                 f"{self.letter} ({self.name}) left no record: its Trainer needs AccelPlugin() in its plugins or"
@@ -64,11 +68,6 @@ class RevisionSide:
                 )
         return record
 
-    def _data_hint(self) -> str:
-        if self.elsewhere is None:
-            return ""
-        return "A checkout holds what git knows. What else both need, such as data, is shared with `--link data`."
-
 
 def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> None:
     """Runs both sides in pairs, in random order, after one run of each that fills caches. Prints progress.
@@ -82,7 +81,8 @@ def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> Non
         turns += [(side, True) for side in schedule.order((a, b))]
     for number, (side, counts) in enumerate(turns, start=1):
         first = "" if counts else ", to fill caches"
-        _say(f"run {number} of {len(turns)}: {side.letter}, {side.name}{first} ... ", end="")
+        turn = f"run {number} of {len(turns)}: {side.letter}, {side.name}{first}"
+        print(f"lightning-accel bench: {turn} ... ", end="", file=sys.stderr, flush=True)
         stopwatch = Stopwatch()
         try:
             record = side.run(folder / f"{number}-{side.letter}")
@@ -94,7 +94,3 @@ def take_turns(a: RevisionSide, b: RevisionSide, runs: int, folder: Path) -> Non
         print(f"{record.num_steps:,} steps{last}, {stopwatch.seconds():.1f} s", file=sys.stderr, flush=True)
         if counts:
             side.records.append(record)
-
-
-def _say(text: str, end: str = "\n") -> None:
-    print(f"lightning-accel bench: {text}", end=end, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,16 +22,12 @@ def load_batches(model: LightningModule, checkpoint: Path, data: str | None, *, 
         CheckpointError: Data is needed or named, and there is none.
     """
     from lightning_accel.deploy.quantizing import CALIBRATION_BATCHES
+    from lightning_accel.lightning.packages import is_overridden
 
     if data is not None:
         return batches_of(data, "--data", at_most=CALIBRATION_BATCHES)
-    return _own(model, checkpoint, CALIBRATION_BATCHES) if needed else None
-
-
-def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
-    """Returns the first batches of the training data. Raises a CheckpointError if they are not available here."""
-    from lightning_accel.lightning.packages import is_overridden
-
+    if not needed:
+        return None
     given = "INT8 with ranges of its own takes them from data, and"
     try:
         with running("of the run"):
@@ -41,8 +36,7 @@ def _own(model: LightningModule, checkpoint: Path, at_most: int) -> list[Any]:
             if source is not None:
                 source.prepare_data()
                 source.setup("fit")
-                loader: Iterable[Any] = source.train_dataloader()
-                found = list(islice(loader, at_most))
+                found = list(islice(source.train_dataloader(), CALIBRATION_BATCHES))
     except CheckpointError as error:
         if error.__cause__ is None:
             raise

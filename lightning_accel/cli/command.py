@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
 """Exit statuses. The latter two are 128 plus the signal's number, as in shells."""
@@ -78,6 +81,14 @@ def _settings_of(kind: Any) -> dict[str, Any]:
 
 def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2))
+
+
+def console(piped_width: int) -> Console:
+    """Returns a console for lines that are meant to be copied: output to a pipe is wrapped at this width."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=piped_width)
 
 
 class Terminated(BaseException):

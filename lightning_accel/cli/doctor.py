@@ -13,10 +13,10 @@ from typing import Literal
 import psutil
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_accel.cli.command import console
 from lightning_accel.cli.decisions import ExampleModel, forecasts
 from lightning_accel.core.allocators import PACKAGES, installed_library, segment_settings
 from lightning_accel.core.heap import heap_in_use
@@ -86,19 +86,17 @@ def examine(host: Host | None = None) -> Diagnosis:
 
 def show(diagnosis: Diagnosis) -> None:
     """Prints the findings as two tables."""
-    console = Console()
-    # Commands are meant to be copied, so output to a pipe is not wrapped.
-    console = console if console.is_terminal else Console(width=200)
+    printed = console(200)
     machine = Table("this machine", "", show_header=True)
     for title, value in diagnosis.facts.items():
         machine.add_row(title, escape(value))
     precision, reason = diagnosis.precision
     machine.add_row("precision='auto'", escape(f"{precision}: {reason}"))
-    console.print(machine)
+    printed.print(machine)
     if diagnosis.extras:
-        console.print(_extras_table(diagnosis.extras))
+        printed.print(_extras_table(diagnosis.extras))
     for line in diagnosis.advice:
-        console.print(f"! {escape(line)}", soft_wrap=True)
+        printed.print(f"! {escape(line)}", soft_wrap=True)
 
 
 def _not_had(host: Host) -> Iterator[str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, get_args
 
+from lightning_accel.cli.command import console
 from lightning_accel.core.byte_size import parse_bytes
 from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, least_devices, memory_per_device
 from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, DecoderRun, Optimizer, Precision, decoder_of
@@ -119,14 +120,10 @@ def plan(
 
 def _show(run: DecoderRun, devices: int, memory: int | None, guessed: list[str]) -> None:
     """Prints a table of the strategies, and a Trainer to copy."""
-    from rich.console import Console
     from rich.table import Table
 
     strategies: tuple[Strategy, ...] = ("accel",) if devices == 1 else get_args(Strategy)
     plans = {strategy: memory_per_device(strategy, run, devices) for strategy in strategies}
-    console = Console()
-    # Lines are meant to be copied, so output to a pipe is not wrapped.
-    console = console if console.is_terminal else Console(width=120)
     largest = max(plan.peak_bytes for plan in plans.values())
     unit, power = ("GiB", 30) if largest >= 2**30 else ("MiB", 20)
     table = Table(f"per device, {unit}", *(f"{name}, {1 if name == 'accel' else devices}" for name in plans))
@@ -140,9 +137,10 @@ def _show(run: DecoderRun, devices: int, memory: int | None, guessed: list[str])
     if memory is not None:
         title = f"fits into {USABLE:.0%} of {memory / 2**power:,.1f}"
         table.add_row(title, *("yes" if plan.peak_bytes <= USABLE * memory else "no" for plan in plans.values()))
-    console.print(*_about(run, devices, guessed), sep="\n", soft_wrap=True, highlight=False, markup=False)
-    console.print(table)
-    console.print(*_advice(plans, run, devices, memory), sep="\n", soft_wrap=True, highlight=False, markup=False)
+    printed = console(120)
+    printed.print(*_about(run, devices, guessed), sep="\n", soft_wrap=True, highlight=False, markup=False)
+    printed.print(table)
+    printed.print(*_advice(plans, run, devices, memory), sep="\n", soft_wrap=True, highlight=False, markup=False)
 
 
 def _rows(plans: list[DeviceMemory], run: DecoderRun) -> dict[str, list[int]]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 if TYPE_CHECKING:
     from lightning_accel.evidence.peaks import Peaks
     from lightning_accel.evidence.record import Record
-    from lightning_accel.evidence.report_model import Page
 
 
 def report(run: Path, *, out: Annotated[Path, {"metavar": "FILE"}] = Path("report.html")) -> int:
@@ -26,7 +25,14 @@ def report(run: Path, *, out: Annotated[Path, {"metavar": "FILE"}] = Path("repor
     form_of(out)
     page = page_of(record, read_earlier(record), _peaks_of(record))
     write(page, out)
-    _show(page, out)
+    print(page.headline)
+    print(page.verdict)
+    for one in page.findings[:1]:
+        gain = f" (predicted: {one.speedup:.2f}x)" if one.speedup and one.speedup > 1 else ""
+        print(f"Next: {one.action}{gain}")
+        if one.python:
+            print(f"  {one.python}")
+    print(f"All of it: {out}")
     return 0
 
 
@@ -41,14 +47,3 @@ def _peaks_of(record: Record) -> Peaks | None:
     import torch
 
     return measure_peaks(torch.device(host.device_type))
-
-
-def _show(page: Page, path: Path) -> None:
-    print(page.headline)
-    print(page.verdict)
-    for one in page.findings[:1]:
-        gain = f" (predicted: {one.speedup:.2f}x)" if one.speedup and one.speedup > 1 else ""
-        print(f"Next: {one.action}{gain}")
-        if one.python:
-            print(f"  {one.python}")
-    print(f"All of it: {path}")

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 from lightning_accel.core.allocators import (
     ENVIRONMENT_IN_FILE,
@@ -77,12 +76,14 @@ def run(given: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if (arguments or not measures) and (complaint := complaint_about(arguments)):
-        _fail(complaint)
+        print(f"{USAGE}\nlightning-accel run: error: {complaint}", file=sys.stderr)
+        raise SystemExit(2)
     try:
         start = start_for(arguments, os.environ, measures=measures)
     except KeyboardInterrupt:
         return 130  # the status of a program ended by Ctrl-C
-    if _local_rank() == 0:
+    rank = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+    if not rank.isdigit() or int(rank) == 0:
         for line in (*start.table, start.reason):
             print(f"lightning-accel run: {line}", file=sys.stderr)
     if not arguments:
@@ -137,11 +138,6 @@ def complaint_about(arguments: Sequence[str]) -> str:
     return ""
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"{USAGE}\nlightning-accel run: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def _of_tune(arguments: Sequence[str]) -> tuple[str, dict[str, str]] | None:
     """Returns the last configuration among the arguments that asks for variables, and the variables; None if none."""
     for argument in reversed(arguments):
@@ -169,7 +165,7 @@ def _with_heap(*, measures: bool) -> Start:
     with suppress(DamagedError):  # measured and written again
         if not measures and (entry := _STARTS.get(key)) is not None:
             return entry.value
-    if _is_one_of_several():
+    if any(os.environ.get(name, "1") not in ("", "1") for name in _SIZES):
         return Start({}, "not measured yet, which several processes do not do: first `lightning-accel run --measure`")
     names = ", ".join(heap.name for heap in possible)
     print(f"lightning-accel run: measures a stand-in once under {names}: about half a minute", file=sys.stderr)
@@ -203,15 +199,6 @@ def _has_nvidia_gpu(environment: Mapping[str, str]) -> bool:
     """Returns whether a program can see an NVIDIA GPU. Does not use torch, whose import takes seconds."""
     is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not is_hidden and (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists())
-
-
-def _is_one_of_several() -> bool:
-    return any(os.environ.get(name, "1") not in ("", "1") for name in _SIZES)
-
-
-def _local_rank() -> int:
-    given = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
-    return int(given) if given.isdigit() else 0
 
 
 def _in_words(variables: Mapping[str, str]) -> str:

@@ -58,8 +58,7 @@ class TunableTrainer(Trainer):
 
 def with_sections(arguments: Sequence[str]) -> list[str]:
     """Returns ``tune --time 3min`` as ``tune --tuning.time 3min``."""
-    names = {f"--{name.replace('_', '-')}": name for name in vars(TuneOptions())}
-    names |= {f"--{name}": name for name in vars(TuneOptions())}
+    names = {f"--{written}": name for name in vars(TuneOptions()) for written in (name, name.replace("_", "-"))}
     found = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")

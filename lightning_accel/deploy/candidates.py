@@ -42,7 +42,6 @@ connect().send(held() - before)
 class Candidate:
     """A form to be measured."""
 
-    name: str  # `"eager"`, a mode of `quantize`, a form of `export`, or both: `"torchscript+int8-dynamic"`
     call: Callable[..., Any] = field(repr=False)  # the model, called as the original is
     disk_bytes: int  # of the file, or of the saved weights if there is no file
     memory_bytes: int | None  # of the weights, or the growth of a process that loads the file; None if unknown
@@ -51,7 +50,7 @@ class Candidate:
 
 
 def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterable[Any], folder: Path) -> Candidate:
-    """Makes a model in one form.
+    """Makes a model in one form: ``"eager"``, a mode of ``quantize``, a form of ``export``, or both with a plus.
 
     Raises:
         ExportError: The model cannot be exported to this form.
@@ -66,7 +65,7 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
     if not form:
         module = made.model if isinstance(made, Quantized) else made
         num_bytes = saved_bytes(module)
-        return Candidate(name, module, num_bytes, num_bytes, _first_call_ms(module, arguments), tuple(remarks))
+        return Candidate(module, num_bytes, num_bytes, _first_call_ms(module, arguments), tuple(remarks))
     args, kwargs = arguments
     exported = export(made, kwargs or args, form, path=folder / f"{name}{FORMS[form].ending}")
     remarks += [f"{dimension} is {size}, fixed by the model" for dimension, size in exported.fixed.items()]
@@ -75,7 +74,7 @@ def make(name: str, model: nn.Module, arguments: Arguments, calibration: Iterabl
     loading_ms = 1e3 * stopwatch.seconds()
     first_ms = loading_ms + _first_call_ms(call, arguments)
     growth = _growth(form, exported.path, exported.device_type)
-    return Candidate(name, call, exported.num_bytes, growth, first_ms, tuple(remarks))
+    return Candidate(call, exported.num_bytes, growth, first_ms, tuple(remarks))
 
 
 def _first_call_ms(call: Callable[..., Any], arguments: Arguments) -> float:

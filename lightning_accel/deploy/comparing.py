@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -23,19 +24,12 @@ from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.candidates import Candidate, make
 from lightning_accel.deploy.combinations import EAGER, split
 from lightning_accel.deploy.errors import ExportError, MissingPackageError, QuantizeError
-from lightning_accel.deploy.inputs import (
-    Arguments,
-    arguments_of,
-    batch_size_of,
-    inputs_and_targets,
-    on_device,
-    shapes_in,
-)
+from lightning_accel.deploy.inputs import Arguments, arguments_of, inputs_and_targets, on_device, shapes_in
 from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.losses import least_of, measure_of
 from lightning_accel.deploy.measured_forms import Comparison, Measured
 from lightning_accel.deploy.quantizing import MAX_ERROR
-from lightning_accel.deploy.shapes import dimensions_of, resized
+from lightning_accel.deploy.shapes import dimensions_of, resized, sizes_of
 from lightning_accel.experiment.pair_test import RatioInterval
 
 AS_FAST = 1.05
@@ -168,14 +162,14 @@ def _timed(
     batched = dimensions_of(first, "batch")
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
-    has_batch = bool(batch_size_of(first))
+    has_batch = bool(sizes_of(first, batched).get("batch"))
     for size in dict.fromkeys((1, *batch_sizes) if has_batch else (1,)):
         arguments = resized(first, batched, {"batch": size}) if has_batch else first
         able = {name: one.call for name, one in candidates.items() if _takes(one.call, arguments)}
         found = form_latency.timed(able, arguments, seconds * len(able), device)
         for name, times in found.items():
             if size in batch_sizes:
-                per_second[name][size] = form_latency.per_second(times, size)
+                per_second[name][size] = size / statistics.median(times)
         spent = spent or found
     return spent, per_second
 
@@ -193,11 +187,8 @@ def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, s
     exact = {name: form for name, form in forms.items() if not form.drops_more_than(max_drop)}
     faster = {name: form for name, form in exact.items() if form.speedup.low > 1}
     if not faster:
-        more = (
-            f" ({len(forms) - len(exact)} dropped a metric by more than {max_drop:g})"
-            if len(exact) < len(forms)
-            else ""
-        )
+        worse = len(forms) - len(exact)
+        more = f" ({worse} dropped a metric by more than {max_drop:g})" if worse else ""
         return EAGER, f"no other form is proven to be faster at batch 1 and as exact{more}"
     quickest = min(form.latency.p50 for form in faster.values())
     alike = [name for name, form in faster.items() if form.latency.p50 <= AS_FAST * quickest]

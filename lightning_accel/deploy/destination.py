@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from lightning_accel.core.atomic_write import is_special
@@ -37,12 +36,6 @@ def default_path(checkpoint: Path, form: str, precision: str) -> Path:
     first = next(name for name, kind in FORMS.items() if kind.ending == ending)
     parts = ([] if form == first else [form]) + ([] if precision == "32" else [precision])
     return checkpoint.with_name("".join([checkpoint.stem, *(f".{part}" for part in parts), ending]))
-
-
-def beside(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a temporary folder on the same disk, which is always removed. Creates the target's folder."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
 
 
 def put(folder: Path, target: Path) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from lightning_accel.core.user_frames import is_users
 
-_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _NODE = re.compile(r"Error when translating node %(\w+)")
 
 
@@ -43,16 +43,14 @@ def users_line_of(error: BaseException) -> str:
 
     Exporters run the model's code, so the traceback leads through it, or they print where an operation came from.
     """
-    for one in chain_of(error):
-        lines = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_tb(one.__traceback__)]
-        if found := _innermost([*lines, *((f, int(n), name) for f, n, name in _LINE.findall(str(one)))]):
-            return found
-    return ""
+    texts = ("".join(traceback.format_tb(one.__traceback__)) + str(one) for one in chain_of(error))
+    return next(filter(None, map(users_line_in, texts)), "")
 
 
 def users_line_in(stack_trace: str) -> str:
-    """Returns the user's innermost line in a stack trace that a graph has stored for a node."""
-    return _innermost([(file, int(number), name) for file, number, name in _LINE.findall(stack_trace)])
+    """Returns the user's innermost line in a stack trace, as a traceback or as a graph has stored it for a node."""
+    lines = [line for line in _LINE.findall(stack_trace) if is_users(line[0])]
+    return "{}:{}, in {}".format(*lines[-1]) if lines else ""
 
 
 def failing_node(error: BaseException) -> str:
@@ -75,8 +73,3 @@ def in_words(error: BaseException) -> str:
     if "data-dependent" in said:
         said = f"its control flow depends on data ({said}): torch.where, torch.cond, or a mask instead"
     return f"{type(cause).__name__}: {said[:400]}".rstrip(".:")
-
-
-def _innermost(lines: list[tuple[str, int, str]]) -> str:
-    users = [line for line in lines if is_users(line[0])]
-    return "{}:{}, in {}".format(*users[-1]) if users else ""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
@@ -20,7 +21,7 @@ from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.captured import Captured
 from lightning_accel.deploy.checking import Check, label
 from lightning_accel.deploy.combinations import FormName, Mode, Numbers, Precision, check_held, forms_with
-from lightning_accel.deploy.destination import beside, put, target_of
+from lightning_accel.deploy.destination import put, target_of
 from lightning_accel.deploy.errors import ExportError, failing_node, in_words, users_line_in, users_line_of
 from lightning_accel.deploy.forms import FORMS, ExportForm
 from lightning_accel.deploy.half import DTYPES, HalfPrecision
@@ -145,19 +146,21 @@ def export(
         raise ValueError(f"an example with tensors of {shapes_in(arguments)}, which are empty: give one row at least.")
     captured = kind.captured(original, arguments, dimensions, quantized)
     check = Check(original, arguments, dynamic, kind, quantized)
-    remark = ""
-    with torch.no_grad(), without_deprecations(), beside(target) as folder:
+    checked, remark = None, ""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # On the same disk, from which the file is moved to its place.
+    beside = TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", ignore_cleanup_errors=True)
+    with torch.no_grad(), without_deprecations(), beside as folder:
         temporary = Path(folder, target.name)
         check.example()
-        try:
-            _write(kind, captured, temporary)
-            checked = check.of(temporary, captured)
-        except ExportError as failed:
-            if not captured.has_fused:
-                raise
-            captured, remark = replace(captured, fuses_attention=False), str(failed)
-            _write(kind, captured, temporary)
-            checked = check.of(temporary, captured)  # an error without fusion too is the model's
+        while checked is None:
+            try:
+                _write(kind, captured, temporary)
+                checked = check.of(temporary, captured)
+            except ExportError as failed:
+                if not captured.has_fused:
+                    raise  # an error without fusion too is the model's
+                captured, remark = replace(captured, fuses_attention=False), str(failed)
         num_bytes = put(Path(folder), target)
     if remark:
         warnings.warn(f"attention is in the file as the model spells it out: {remark}", AccelWarning, stacklevel=2)

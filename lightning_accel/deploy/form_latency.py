@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -72,8 +71,3 @@ def speedup_of(original: Sequence[float], candidate: Sequence[float]) -> RatioIn
     for pair in zip(original, candidate, strict=True):
         test.add(*pair)
     return test.interval()
-
-
-def per_second(seconds: Sequence[float], batch_size: int) -> float:
-    """Returns samples per second, by the median round."""
-    return batch_size / statistics.median(seconds)

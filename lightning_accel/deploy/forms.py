@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from lightning_accel.core.torch_private.recurrence import recurrence_whole
 from lightning_accel.deploy.captured import Captured, output_names_of, user_inputs_of
 from lightning_accel.deploy.errors import MissingPackageError
 from lightning_accel.deploy.inputs import Arguments
+from lightning_accel.deploy.int8 import without_deprecations
 from lightning_accel.deploy.onnx_int8 import quantize_file
 from lightning_accel.deploy.sessions import FileSession
 from lightning_accel.deploy.shapes import Dimension, widened
@@ -76,6 +77,10 @@ def _write_aoti(captured: Captured, path: Path) -> None:
     compile_to_package(captured.program, path)
 
 
+def _load_aoti(path: Path, device: torch.device) -> Call:
+    return load_package(path)
+
+
 def _check_compiler(device: torch.device) -> str:
     has_one = Host.detect(device).compiler is not None
     return "" if has_one else "needs a compiler: `lightning-accel doctor` says what to install"
@@ -86,10 +91,8 @@ def _write_torchscript(captured: Captured, path: Path) -> None:
 
 
 def _load_torchscript(path: Path, device: torch.device) -> Call:
-    with warnings.catch_warnings():
-        for kind in (DeprecationWarning, FutureWarning):  # torch 2.15; the user has chosen this form
-            warnings.simplefilter("ignore", kind)
-        jit: Any = torch.jit
+    jit: Any = torch.jit
+    with without_deprecations():  # torch 2.15; the user has chosen this form
         loaded: Call = jit.load(path, map_location=device)
     return loaded
 
@@ -118,7 +121,7 @@ def _load_onnx(path: Path, device: torch.device) -> Call:
 
 def _write_openvino(captured: Captured, path: Path) -> None:
     # Conversion reports the model to its maker over the network, without asking, unless on a test server (CI).
-    with temporarily(lambda: os.environ.get("CI"), _set_ci, "true"):
+    with mock.patch.dict(os.environ, CI="true"):
         openvino = importlib.import_module("openvino")
         converted = openvino.convert_model(captured.program)
     for entry, node in zip(converted.inputs, user_inputs_of(captured.program), strict=True):
@@ -139,13 +142,6 @@ def _load_openvino(path: Path, device: torch.device) -> Call:
         return [found[output].copy() for output in compiled.outputs]
 
     return FileSession([entry.any_name for entry in compiled.inputs], run)
-
-
-def _set_ci(value: str | None) -> None:
-    if value is None:
-        os.environ.pop("CI", None)
-    else:
-        os.environ["CI"] = value
 
 
 def _write_tensorrt(captured: Captured, path: Path) -> None:
@@ -170,9 +166,7 @@ FORMS: dict[str, ExportForm] = {
         # Torch's own graph, which any torch of this version or later runs, compiles or lowers.
         ExportForm("pt2", ".pt2", _write_pt2, _load_pt2, keeps_recurrence=True, needs_ending=True),
         # Compiled by TorchInductor for this kind of processor or GPU; runs without Python, from C++ too.
-        ExportForm(
-            "aoti", ".pt2", _write_aoti, lambda path, _: load_package(path), check=_check_compiler, needs_ending=True
-        ),
+        ExportForm("aoti", ".pt2", _write_aoti, _load_aoti, check=_check_compiler, needs_ending=True),
         # For any reader of ONNX; checked with ONNX Runtime, with CUDA or TensorRT if available.
         ExportForm(
             *("onnx", ".onnx", _write_onnx, _load_onnx),

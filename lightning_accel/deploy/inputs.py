@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,21 +79,6 @@ def _without_parameter(model: nn.Module, given: Mapping[str, Any]) -> list[str]:
     return others if len(others) == 1 < len(given) else []
 
 
-def calls_of(model: nn.Module, loader: Iterable[Any], *, at_most: int, name: str) -> list[Arguments]:
-    """Returns the first batches of a loader as arguments of ``model``.
-
-    Raises:
-        ValueError: There are no batches, or they hold no tensors.
-    """
-    calls = [arguments_of(model, inputs_and_targets(model, batch)[0]) for batch in islice(loader, at_most)]
-    if not calls:
-        raise ValueError(
-            f"{name} gave no batches: give a loader with a few batches such as the model will be served, from the"
-            " training data say. (An iterator that was read before has none left.)"
-        )
-    return calls
-
-
 def on_device(data: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), data)
 
@@ -102,8 +86,3 @@ def on_device(data: Any, device: torch.device) -> Any:
 def shapes_in(arguments: Any) -> str:
     """Returns the shapes of all tensors, for messages: ``(8, 3, 32, 32), (8,)``."""
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(arguments)) or "no tensors"
-
-
-def batch_size_of(arguments: Any) -> int:
-    """Returns the first size of the first tensor that has dimensions; 0 if there is none."""
-    return next((t.shape[0] for t in tensors_in(arguments) if t.dim() > 0), 0)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_accel.deploy import int8
 from lightning_accel.deploy.combinations import MODES, Mode
 from lightning_accel.deploy.errors import MissingPackageError, QuantizeError
 from lightning_accel.deploy.half import halved
-from lightning_accel.deploy.inputs import Arguments, calls_of, shapes_in
+from lightning_accel.deploy.inputs import Arguments, arguments_of, inputs_and_targets, shapes_in
 from lightning_accel.deploy.layer_trial import LayerTrial
 from lightning_accel.deploy.losses import is_finite, measure_of, outputs_of, percent, worst
 
@@ -105,7 +106,13 @@ def quantize(
     original = plain_copy(model)
     calls = []
     if calibration is not None:
-        calls = calls_of(original, calibration, at_most=CALIBRATION_BATCHES, name="calibration")
+        batches = islice(calibration, CALIBRATION_BATCHES)
+        calls = [arguments_of(original, inputs_and_targets(original, batch)[0]) for batch in batches]
+        if not calls:
+            raise ValueError(
+                "calibration gave no batches: give a loader with a few batches such as the model will be served, from"
+                " the training data say. (An iterator that was read before has none left.)"
+            )
     made: nn.Module
     kept: dict[str, str] = {}
     with torch.no_grad(), int8.without_deprecations():

@@ -11,7 +11,8 @@ No longer holds: products, convolutions and transpositions take strides as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def measure() -> Iterator[Figure]:
         layouts = layouts_of(x)
         if name == "transpose":
             del layouts[TRANSPOSED]  # transposed again it is contiguous: there is nothing to do
-        times = timed_ms(calls(operation, layouts), seconds=1.5)
+        times = timed_ms({name: partial(operation, laid_out) for name, laid_out in layouts.items()}, seconds=1.5)
         for layout in list(layouts)[1:]:
             yield speedup(f"{layout}: {name}", times[layout], times[CONTIGUOUS], target)
 
@@ -60,7 +61,3 @@ def layouts_of(x: Tensor) -> dict[str, Tensor]:
 def convolution() -> Callable[[Tensor], Tensor]:
     weight = numbers(CHANNELS, CHANNELS, 3, 3)
     return lambda images: F.conv2d(images, weight, padding=1)
-
-
-def calls(operation: Callable[[Tensor], Any], layouts: Mapping[str, Tensor]) -> dict[str, Callable[[], Any]]:
-    return {name: lambda x=x: operation(x) for name, x in layouts.items()}  # type: ignore[misc]

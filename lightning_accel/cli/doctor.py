@@ -189,17 +189,17 @@ def _extras(host: Host) -> Iterator[Extra]:
         metadata = importlib.metadata.metadata(_PROJECT)
     except importlib.metadata.PackageNotFoundError:
         return
-    requirements = [Requirement(line) for line in importlib.metadata.requires(_PROJECT) or []]
     for name in metadata.get_all("Provides-Extra") or []:
         found, wanting = [], []
-        for requirement in _required_by(name, requirements):
+        for requirement in _required_by(name, _PROJECT):
             version = _version(requirement.name)
             if version is None or not requirement.specifier.contains(version, prereleases=True):
                 has = "" if version is None else f" (has {version})"
                 wanting.append(f"{requirement.name}{requirement.specifier}{has}")
             else:
                 found.append(f"{requirement.name} {version}")
-                wanting += _missing_parts(requirement)
+                parts = [part.name for inner in requirement.extras for part in _required_by(inner, requirement.name)]
+                wanting += [part for part in parts if _version(part) is None]  # as of jsonargparse[signatures]
         yield Extra(
             name=name,
             purpose=_PURPOSE.get(name, ""),
@@ -209,27 +209,16 @@ def _extras(host: Host) -> Iterator[Extra]:
         )
 
 
-def _required_by(extra: str, requirements: list[Requirement]) -> Iterator[Requirement]:
-    """Yields the requirements of ``extra``, including those of the extras that it refers to."""
-    for requirement in requirements:
+def _required_by(extra: str, package: str) -> Iterator[Requirement]:
+    """Yields the requirements of a package's extra, including those of its extras that this one refers to."""
+    for requirement in map(Requirement, importlib.metadata.requires(package) or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
-        if requirement.name == _PROJECT:
+        if requirement.name == package:
             for inner in sorted(requirement.extras):
-                yield from _required_by(inner, requirements)
+                yield from _required_by(inner, package)
         else:
             yield requirement
-
-
-def _missing_parts(requirement: Requirement) -> list[str]:
-    """Returns missing packages of the extras in ``requirement``, such as ``jsonargparse[signatures]``."""
-    asked = [Requirement(line) for line in importlib.metadata.requires(requirement.name) or []]
-    return [
-        str(part.name)
-        for part in asked
-        for extra in requirement.extras
-        if part.marker is not None and part.marker.evaluate({"extra": extra}) and _version(part.name) is None
-    ]
 
 
 def _suits(extra: str, host: Host) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
 from lightning_accel.__main__ import main
-from lightning_accel.cli.command import ended
+from lightning_accel.cli.command import add_options, ended
 
 COMMANDS = ("doctor", "plan", "claims", "cache", "compare", "report", "export", "deploy")
 
@@ -22,6 +24,45 @@ def test_help_begins_with_what_the_command_is_for(command: str, capsys: pytest.C
     usage, description, *_ = capsys.readouterr().out.split("\n\n")
     assert usage.startswith(f"usage: lightning-accel {command}")
     assert len(description.split()) > 8
+
+
+def test_parameters_are_options_and_the_docstring_is_their_help() -> None:
+    def train(
+        run: Path,
+        *,
+        rate: Annotated[float, {"type": lambda text: float(text) / 100, "metavar": "3%"}],
+        kind: Literal["a", "b"] = "a",
+        seeds: list[int] | None = None,
+        dry_run: bool = False,
+    ) -> int:
+        """Trains.
+
+        In one go.
+
+        Args:
+            run: a folder, which goes on
+                in a second line
+            rate: in 100%
+            kind: which
+            seeds: may be repeated
+            dry_run: writes nothing
+        """
+        return 0
+
+    parser = argparse.ArgumentParser()
+    add_options(parser, train)
+    given = parser.parse_args(["x", "--rate", "3", "--seeds", "1", "--seeds", "2", "--dry-run"])
+    assert vars(given) == {"run": Path("x"), "rate": 0.03, "kind": "a", "seeds": [1, 2], "dry_run": True}
+    shown = " ".join(parser.format_help().split())
+    for text in (
+        "Trains. In one go.",
+        "RUN a folder, which goes on in a second line",
+        "--rate 3% in 100%",
+        "{a,b} which",
+    ):
+        assert text in shown
+    with pytest.raises(SystemExit):
+        parser.parse_args(["x"])  # without a rate
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/etc/report.html"), ValueError("no run")])

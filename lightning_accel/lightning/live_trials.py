@@ -47,17 +47,15 @@ class LiveTuning:
         self,
         trainer: Trainer,
         engine: Engine,
-        own_arms: Callable[[], Sequence[Arm]],
         resumed: Tuning | None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]],
         switched: Callable[[bool], Any],
-        settings: str = "",
-        purse: Purse | None = None,
-        program: Key | None = None,
+        settings: str,
+        purse: Purse | None,
+        program: Key | None,
     ) -> None:
         self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
-        self._own_arms, self.resumed, self._switched = own_arms, resumed, switched
-        self._purse, self._program = purse, program
+        self.resumed, self._switched, self._purse, self._program = resumed, switched, purse, program
         self._told: Choices | None = None  # the choices last printed on the console
         self._searches = Searches(trainer)
         self._key: Key | None = None
@@ -130,7 +128,7 @@ class LiveTuning:
         if self._key is None:
             # A deterministic run bases no decision on time measurements.
             is_none = torch.are_deterministic_algorithms_enabled() or self._engine.is_trying
-            self._arms = self._had_by_all([] if is_none else [*self._own_arms(), *self._engine.arms()])
+            self._arms = self._had_by_all([] if is_none else self._engine.arms())
             self._key = run_key(trainer.lightning_module, batch, self._engine.host.described, self._arms)
             self._known = self.resumed or self._known or (self._recalled(self._key) if self._arms else None)
             possible = {(arm.name, choice) for arm in self._arms for choice in arm.choices}

@@ -64,7 +64,7 @@ class FitProgram:
     """The knowledge of one fit's program."""
 
     def __init__(self, module: LightningModule, host: Host, plan: Plan, kept: RunState) -> None:
-        self._module, self._host, self._plan, self._kept = module, host, plan, kept
+        self.module, self.plan, self.kept, self._host = module, plan, kept, host
         self.program: Key | None = None  # the key in the cache of verdicts, once it was looked up
         self.known: Known | None = None  # the cache's entry
         self.earlier: Tuning | None = None  # what an earlier fit of this program in this process has settled
@@ -77,12 +77,12 @@ class FitProgram:
         """Notes the shapes of the first batch. Returns this process's knowledge of programs with this signature."""
         tensors = [tensor for tensor in tensors_in(batch) if not tensor.is_nested]
         self._first = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
-        self._signature = signature_of(self._module, self._plan)
+        self._signature = signature_of(self.module, self.plan)
         return PROGRAMS.get(self._signature)
 
     def describe(self) -> None:
         """Describes the module's contents, which distinguish its program from others of the same signature."""
-        self._held = described(self._module)
+        self._held = described(self.module)
 
     def met(self) -> Met | None:
         """Returns this process's knowledge of exactly this program, or None."""
@@ -104,7 +104,7 @@ class FitProgram:
 
         The trials of techniques are not included. Compiled modules are compiled once more, for another number format.
         """
-        modules = list(self._module.modules())
+        modules = list(self.module.modules())
         is_first = not any(met.opening_s for met in PROGRAMS.values())  # imports happen once in a process
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
         return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
@@ -117,24 +117,19 @@ class FitProgram:
     def tuning(self) -> Tuning | None:
         """Returns the settled results of an earlier run: of this module, of this program, or of a similar one."""
         of_program = None if self.known is None else self.known.tuning
-        return self._kept.tuning or of_program or self.earlier
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether an earlier run of the module, or the checkpoint from which this run resumes, has decided."""
-        return self._kept.tuning is not None or bool(self._kept.decisions or self._kept.put_on)
+        return self.kept.tuning or of_program or self.earlier
 
     def recall(self) -> None:
         """Looks the program up in the cache of verdicts."""
-        if self.program is None and not self.is_decided:
+        if self.program is None and not self.kept.is_decided:
             if self._held:
-                trainer = self._module.trainer
-                self.program = program_of(trainer, self._first, self._host, repr(self._plan), self._held)
+                plan = repr(self.plan)
+                self.program = program_of(self.module.trainer, self._first, self._host, plan, self._held)
             self.known = None if self.program is None else verdict_cache.recall(self.program)
 
     def restart(self, settled: Tuning) -> None:
         """Makes ``settled`` the only known results."""
-        self._kept.tuning, self.known, self.earlier = None, None, settled
+        self.kept.tuning, self.known, self.earlier = None, None, settled
 
     def remember(self, step_s: float | None, opening_s: float) -> None:
         """Stores the seconds of a plain step and of the start when the plan starts."""

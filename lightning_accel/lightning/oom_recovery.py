@@ -20,16 +20,14 @@ from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import AccelWarning, one_line
-from lightning_accel.engine import Engine
-from lightning_accel.lightning.oom_page import OPTIMIZER, OomPage
-from lightning_accel.lightning.packages import LightningModule
+from lightning_accel.lightning.oom_page import OPTIMIZER, ending_error
+from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.step_snapshot import begins_gradients
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
 from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError
 from lightning_accel.memory.pressure import Pressure, Toll
 from lightning_accel.step.layers import STEPS, Call, Layer
-from lightning_accel.techniques.base import BuildContext
 
 _WITHIN = {"training_step": "forward pass", "backward": "backward pass", "optimizer_step": OPTIMIZER}
 SPLIT = "split"
@@ -50,27 +48,23 @@ class OomRecovery(Layer):
 
     def __init__(
         self,
-        module: LightningModule,
-        precision: Any,
-        engine: Engine,
-        context: BuildContext,
+        engine: RunEngine,
         *,
         is_on: bool,
-        interrupt: Callable[[], None],
         split: SplitBatches | None,
         leave: Callable[[StepMemoryError], None],
     ) -> None:
-        super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward", "optimizer_step"))])
+        trainer = engine.module.trainer
+        super().__init__([(trainer.strategy, STEPS), (engine.precision, ("backward", "optimizer_step"))])
         self.put_on: list[NamedFallback] = []
-        self._module, self._engine, self._context = module, engine, context
+        self._engine, self._module, self._context = engine, engine.module, engine.context
         self._is_on = is_on
-        self._may_answer = is_on and module.trainer.world_size == 1
-        self._interrupt = interrupt
+        self._may_answer = is_on and trainer.world_size == 1
         self._split, self._leave = split, leave
-        self._searches = Searches(module.trainer)
+        self._searches = Searches(trainer)
         self._left: list[NamedFallback] | None = None  # found on the first request
-        self._pressure = Pressure(context.device)
-        self._toll = Toll(context.device, timeline_of(module.trainer))
+        self._pressure = Pressure(self._context.device)
+        self._toll = Toll(self._context.device, timeline_of(trainer))
         self._said = ""  # the message on what was put on, until its cost is known
         self._failed: tuple[str, Inventory] | None = None  # who asked for memory, and who held it, at the last failure
         self._answered: list[str] = []  # the names of the techniques put on in the current step
@@ -177,7 +171,7 @@ class OomRecovery(Layer):
 
     def ran(self) -> None:
         """Reports which techniques were put on, after the step has run again."""
-        self._interrupt()
+        self._engine.interrupt()
         if self._answered and self._failed is not None:
             inventory = self._failed[1]
             answers = ", ".join(str(named) for named in self.put_on if named.name in self._answered)
@@ -216,19 +210,25 @@ class OomRecovery(Layer):
             if self._failed is None:
                 self.saw(error)
             assert self._failed is not None, "that was noted"
-            page = OomPage(self._module, self._engine, self._split, self.put_on, self._not_yet())
-            may_split = self._may_split(within)
-            ending = page.error(error, within, *self._failed, self._batch, self.why, may_split=may_split)
+            can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
+            is_unsplit = self._split is None and self._module.automatic_optimization
+            ending = ending_error(
+                error,
+                within,
+                *self._failed,
+                engine=self._engine,
+                batch=self._batch,
+                why=self.why,
+                put_on=self.put_on,
+                left=self._not_yet(),
+                split=self._split,
+                may_split=self._may_answer and is_unsplit and can_be_taken_back,
+            )
         except Exception as wrong:
             self._engine.report.note(f"the page on a lack of memory could not be written: {one_line(wrong)}")
             return None
         self._failed = None
         return ending
-
-    def _may_split(self, within: str) -> bool:
-        """Returns whether half batches, which the user has not requested, might have passed the step."""
-        can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
-        return self._may_answer and self._split is None and self._module.automatic_optimization and can_be_taken_back
 
     # -- techniques that need less memory --------------------------------------------------------------------------
 

@@ -14,19 +14,16 @@ from typing import Any
 
 from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.callbacks._tuner_searches import Searches
-from lightning_accel.core.host import Host
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.open_purse import NOTICED_S
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.met_programs import FitProgram
-from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Trainer
+from lightning_accel.lightning.packages import ParallelStrategy, Trainer
 from lightning_accel.lightning.plain_steps import PlainSteps
 from lightning_accel.lightning.run import Run
-from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.start_rules import is_rehearsal
-from lightning_accel.settings import Plan
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 
@@ -45,10 +42,7 @@ class PlainStart:
 
     def __init__(
         self,
-        module: LightningModule,
-        host: Host,
-        plan: Plan,
-        kept: RunState,
+        program: FitProgram,
         purse: Purse,
         run: Run | None,  # that was made already, since memory may run out
         make_run: Callable[[], Run],
@@ -57,12 +51,10 @@ class PlainStart:
         *,
         wins_untried: bool,
     ) -> None:
-        self._module, self._host, self._plan, self._kept, self._purse = module, host, plan, kept, purse
+        self._program, self._kept, self._purse, self._run = program, program.kept, purse, run
         self._make_run, self._start, self._stay_plain = make_run, start, stay_plain
-        self._trainer: Trainer = module.trainer
+        self._trainer: Trainer = program.module.trainer
         self._searches = Searches(self._trainer)
-        self._run = run
-        self._program = FitProgram(module, host, plan, kept)
         self.steps = PlainSteps(self._trainer, purse)
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
@@ -73,7 +65,7 @@ class PlainStart:
     @property
     def is_by_hand(self) -> bool:
         """Whether the module calls its optimizers itself. Then :meth:`around` catches errors of a plain step."""
-        return not self._module.automatic_optimization
+        return not self._program.module.automatic_optimization
 
     @contextlib.contextmanager
     def around(self, step: AbstractContextManager[None]) -> Iterator[None]:
@@ -87,7 +79,7 @@ class PlainStart:
 
     def raised(self, error: Exception) -> None:
         """Raises a :class:`StepMemoryError` in place of an out-of-memory error; otherwise does nothing."""
-        if not is_out_of_memory(error) or self._plan.on_oom == "off":
+        if not is_out_of_memory(error) or self._program.plan.on_oom == "off":
             return
         with contextlib.suppress(Exception):  # an error of ours must not hide the user's
             self._run = self._run or self._make_run()
@@ -113,7 +105,7 @@ class PlainStart:
         if begins_turn and not self.is_over:
             if not self.steps.are_plain and self._run is not None:
                 self._try_the_rest(self._run)
-            elif self.steps.count >= PLAIN_STEPS or self._program.is_decided:
+            elif self.steps.count >= PLAIN_STEPS or self._kept.is_decided:
                 self._consider()
         self._purse.done += 1
         if not self.is_over:
@@ -140,7 +132,10 @@ class PlainStart:
             if met is not None and not self._kept.put_on and self._program.is_too_short(met, self._purse.steps):
                 self._purse.step_took(met.step_s)
                 self._end(self._is_short or f"the run is too short: {turns:.0f} steps")
-            elif (met is not None and met.held[0]) or self._may_be_known(turns):
+            elif (met is not None and met.held[0]) or (
+                # A description serves to find earlier verdicts, or to store new ones.
+                turns > PLAIN_STEPS and (not self._is_short or any(verdict_cache.VERDICTS.paths()))
+            ):
                 self._program.describe()
         if self.is_over:
             return
@@ -148,10 +143,6 @@ class PlainStart:
             self._purse.step_took(met.step_s)
         if not self._ends_with_nothing(turns) and met is not None and self._purse.can_pay(met.opening_s):
             self.steps.count = PLAIN_STEPS
-
-    def _may_be_known(self, turns: float) -> bool:
-        """Returns whether a description of the program is useful: to find earlier verdicts, or to store new ones."""
-        return turns > PLAIN_STEPS and (not self._is_short or any(verdict_cache.VERDICTS.paths()))
 
     def _ends_with_nothing(self, turns: float) -> bool:
         tuning = self._program.tuning
@@ -175,14 +166,17 @@ class PlainStart:
                 return
         assert self._run is not None
         left_out = self._left_out(self._run)
-        if left_out is None:
-            return
-        self._go_to_work(self._run, left_out)
+        if left_out is not None:
+            self._go_to_work(self._run, left_out)
 
     def _go_to_work(self, run: Run, left_out: Mapping[str, str]) -> None:
         purse = self._purse
         with purse.paying("setting up"):
-            self._say(run, left_out)
+            costs = run.engine.costs_s(purse.step_s or 0.0)
+            tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
+            if sum(tried.values()) > NOTICED_S:
+                took = f"{sum(tried.values()):.0f} s"
+                rank_zero_info(f"lightning-accel: trying {', '.join(tried)} on this step, about {took}")
             self._start(run, left_out, self._program.program)
             if run.live is not None:
                 run.live.recall(self._program.known, self._program.earlier)
@@ -200,8 +194,7 @@ class PlainStart:
         run.close()
         self._program.restart(settled)
         self._run = self._make_run()
-        left_out = self._left_out(self._run)
-        self._go_to_work(self._run, left_out or {})
+        self._go_to_work(self._run, self._left_out(self._run) or {})
 
     def _can_try_the_rest(self) -> bool:
         can_pay = self._purse.can_pay(self._owed_s + self._program.opening_s)
@@ -259,25 +252,14 @@ class PlainStart:
             self._owed_s += cost_s
         return left_out
 
-    def _say(self, run: Run, left_out: Mapping[str, str]) -> None:
-        """Announces trials that take noticeable time."""
-        costs = run.engine.costs_s(self._purse.step_s or 0.0)
-        tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
-        if sum(tried.values()) > NOTICED_S:
-            took = f"{sum(tried.values()):.0f} s"
-            rank_zero_info(f"lightning-accel: trying {', '.join(tried)} on this step, about {took}")
-
     def _end(self, reason: str) -> None:
-        self._stop()
-        self._stay_plain(reason)
-
-    def _stop(self) -> None:
         self.is_over = True
         self.steps.close()
+        self._stay_plain(reason)
 
     def close(self) -> None:
         """Ends the plain beginning, and stores what the next fit of this program can use."""
         live = None if self._run is None else self._run.live
         self._program.end(self._purse.step_s, None if live is None else live.settled)
-        self._run = None
-        self._stop()
+        self._run, self.is_over = None, True
+        self.steps.close()

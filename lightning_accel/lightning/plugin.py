@@ -19,6 +19,7 @@ from lightning_accel.core.ranks import check_devices
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
+from lightning_accel.lightning.met_programs import FitProgram
 from lightning_accel.lightning.packages import LightningModule, TrainerFn
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.lightning.plugin_base import Reports
@@ -121,8 +122,9 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             return module
         assert self.purse is not None
         wins_untried = self._asked == "auto" and precision != "32-true"
-        terms = module, host, self.plan, self._kept, self.purse, self._run
-        self._plain_start = PlainStart(*terms, make_run, start, self._stay_plain, wins_untried=wins_untried)
+        known = FitProgram(module, host, self.plan, self._kept)
+        terms = known, self.purse, self._run, make_run, start, self._stay_plain
+        self._plain_start = PlainStart(*terms, wins_untried=wins_untried)
         self.purse.pay("getting ready", seconds() - began)
         return module
 
@@ -174,14 +176,6 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if self._plain_start is not None and not self._plain_start.goes_on():
             self._plain_start.close()
             self._stand_aside()
-
-    def _end_beginning(self) -> None:
-        if self._plain_start is None:
-            return
-        self._plain_start.close()
-        if self._run is None or not self._run.is_started:
-            self._stay_plain("the run was over before it could pay for that")
-        self._plain_start = None
 
     @override
     def connect(
@@ -279,7 +273,11 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._end_beginning()
+        if self._plain_start is not None:
+            self._plain_start.close()
+            if self._run is None or not self._run.is_started:
+                self._stay_plain("the run was over before it could pay for that")
+            self._plain_start = None
         self._memory_schedule = self.memory_schedule
         self._end_run()
         self._aside.undo()

@@ -7,22 +7,19 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_accel.assembly import build_context
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
-from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.batch_transfer import BatchTransfer
-from lightning_accel.lightning.fallbacks import RunParts
 from lightning_accel.lightning.live_trials import LiveTuning, set_choices
 from lightning_accel.lightning.oom_recovery import OomRecovery
-from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Trainer, TrainerFn
-from lightning_accel.lightning.run_engine import engine_of
+from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Trainer
+from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.start_rules import may_lack_memory
@@ -64,31 +61,18 @@ class Run:
     ) -> None:
         self._module, self._plan, self._precision, self._kept = module, plan, precision, kept
         self._purse, self._loggers = purse, loggers
-        trainer = module.trainer
-        self.is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.engine = RunEngine(module, host, plan, precision, kept, purse)
+        self.is_fitting = self.engine.is_fitting
         self.is_started = False
-        self._context = build_context(plan, module, host, device=trainer.strategy.root_device)
-        self.engine = engine_of(module, host, plan, self._context, kept, purse)
         self._is_answering = plan.on_oom != "off"
         # FSDP's ranks gather parameters within a step, so that no rank can repeat it alone.
-        self._can_repeat = not isinstance(trainer.strategy, ModelParallelStrategy)
-        self._split: SplitBatches | None = None
-        if plan.on_oom == "split" and self.is_fitting and self._can_repeat:
-            self._split = SplitBatches(module, precision, self.engine.report, precision.scaled)
-        self.memory = OomRecovery(
-            module,
-            precision,
-            self.engine,
-            self._context,
-            is_on=self._is_answering,
-            interrupt=self.interrupt,
-            split=self._split,
-            leave=self._leave_page,
-        )
+        self._can_repeat = not isinstance(module.trainer.strategy, ModelParallelStrategy)
+        may_split = plan.on_oom == "split" and self.is_fitting and self._can_repeat
+        self._split = SplitBatches(self.engine) if may_split else None
+        self.memory = OomRecovery(self.engine, is_on=self._is_answering, split=self._split, leave=self._leave_page)
         self._retry: StepRetry | None = None
         self._outputs: StepOutputs | None = None
         self._stepping: Optimizer | None = None  # the optimizer that stepped last
-        self.live: LiveTuning | None = None
         self._others = PatchSet()  # patches that stay while the pipeline is removed
         self.pipeline = StepPipeline()
         self._switches, self._look_s = 0, 0.0  # seconds of the latest search for tensors that outlive a step
@@ -98,11 +82,16 @@ class Run:
         return self._module.trainer
 
     @property
+    def live(self) -> LiveTuning | None:
+        return self.engine.live
+
+    @property
     def is_over(self) -> bool:
         """Whether a fit that began plain continues plain: no option has won, and memory cannot run out."""
-        if self._purse is None or not self.is_started or self.memory.put_on or may_lack_memory(self._context.device):
+        if self._purse is None or not self.is_started or self.memory.put_on:
             return False
-        return self.live is None or self.live.has_ended
+        has_ended = self.live is None or self.live.has_ended
+        return has_ended and not may_lack_memory(self.engine.context.device)
 
     def guard(self) -> None:
         """Guards the steps before :meth:`start` against a lack of memory, if one is possible."""
@@ -112,27 +101,24 @@ class Run:
     def start(self, left_out: Mapping[str, str] | None = None, program: Key | None = None) -> None:
         """Starts all parts. If it raises an error, :meth:`close` undoes its changes."""
         trainer, plan, engine = self._module.trainer, self._plan, self.engine
-        techniques, wants_pipeline = self._context.techniques, getattr(trainer.strategy, "wants_pipeline", False)
+        wants_pipeline = getattr(trainer.strategy, "wants_pipeline", False)
         self.is_started = True
         self.pipeline.clear()
         engine.begin(left_out)
         self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
         self.pipeline.add(*self._guards())
-        if self._is_in_force():
+        if engine.alters_steps:
             self.pipeline.add(BatchLayer(trainer, engine, self._with_own_layouts))
-        if self.is_fitting and any(type(one).loader is not Technique.loader for one in techniques):
+        if self.is_fitting and any(type(one).loader is not Technique.loader for one in engine.context.techniques):
             self._add(LoaderLayer(trainer, engine, is_piped=wants_pipeline))
         if plan.preprocess or wants_pipeline:
             transforms = plan.of("preprocess").transforms
             self._add(BatchTransfer(trainer, engine, transforms, self._precision.image_dtype))
-        own_arms = self._precision.arms
         if self.is_fitting:
-            has_something = self._is_in_force() or engine.is_at_work
-            if plan.trust == "measured" and has_something:
-                self.live = LiveTuning(
+            if plan.trust == "measured" and (engine.alters_steps or engine.is_at_work):
+                engine.live = LiveTuning(
                     trainer,
                     engine,
-                    own_arms,
                     self._kept.tuning,
                     self._loggers,
                     self._switched,
@@ -140,9 +126,9 @@ class Run:
                     self._purse,
                     program,
                 )
-                self._add(*self.live.turns.patches())
+                self._add(*engine.live.turns.patches())
         elif self._kept.tuning is not None and plan.trust != "checked":
-            set_choices(engine, [*own_arms(), *engine.arms()], self._kept.tuning.choices)
+            set_choices(engine, engine.arms(), self._kept.tuning.choices)
 
     def _guards(self) -> Iterator[Layer]:
         """Yields the layers that guard the steps of this run."""
@@ -150,23 +136,12 @@ class Run:
         if self._split is not None:
             yield self._split
         if isinstance(precision, AutocastPrecision):  # XLA has another precision, and executes a step after its end
-            outputs = StepOutputs(self._module, self.engine, precision, self._can_repeat_step, self._revert)
-            self._outputs = outputs
-            if self._is_in_force():
-                yield outputs
-            if self._can_repeat and (self._is_in_force() or (self._is_answering and self.is_fitting)):
-                parts = RunParts(
-                    module=self._module,
-                    engine=self.engine,
-                    precision=precision,
-                    outputs=outputs,
-                    memory=self.memory,
-                    is_in_force=self._is_in_force,
-                    revert=self._revert,
-                    revert_option_on_trial=self._revert_option_on_trial,
-                    end_trials=self._end_trials,
-                )
-                self._retry = StepRetry(parts, self.trainer.strategy)
+            engine = self.engine
+            self._outputs = StepOutputs(engine, self._can_repeat_step)
+            if engine.alters_steps:
+                yield self._outputs
+            if self._can_repeat and (engine.alters_steps or (self._is_answering and self.is_fitting)):
+                self._retry = StepRetry(engine, precision, self._outputs, self.memory)
                 yield self._retry
         if self._is_answering:
             yield self.memory
@@ -194,11 +169,6 @@ class Run:
         if self.live is not None and self._kept.tuning is not None:
             self.live.resumed = self._kept.tuning
 
-    def interrupt(self) -> None:
-        """Tells the live trials that no training step comes next."""
-        if self.live is not None:
-            self.live.turns.interrupt()
-
     def _leave_page(self, page: StepMemoryError) -> None:
         """Writes the page to a file. In a fit, the SpeedMemoryLogger does so."""
         if self._plan.report and not self.is_fitting:
@@ -215,10 +185,6 @@ class Run:
         memory_format = self.engine.technique(MemoryFormat)
         if memory_format is not None:
             restore_layouts(checkpoint, self._module, self._module.trainer.optimizers, memory_format.strides())
-
-    def _is_in_force(self) -> bool:
-        """Returns whether a step differs from the user's own, by edits or by our choice of the precision."""
-        return self.engine.has_edits or self._precision.is_ours
 
     def _switched(self, is_plain: bool) -> None:
         """Prepares, between two steps, for a next step that runs differently from the last one."""
@@ -241,23 +207,6 @@ class Run:
 
     def _can_repeat_step(self) -> bool:
         return self._retry is not None and self._retry.can_repeat
-
-    def _revert(self, name: str, reason: str, kind: VerdictKind) -> None:
-        """Reverts a technique for the rest of the run, with a verdict of this kind."""
-        if self.live is not None:
-            self.live.lose(name)
-        if name == "precision":
-            assert isinstance(self._precision, AutocastPrecision), "others watch over nothing"
-            self._precision.give_up(self.engine.report, reason)
-        else:
-            self.engine.revert_all(reason, name, kind)
-
-    def _revert_option_on_trial(self, error: Exception) -> bool:
-        return self.live is not None and self.live.yields(error)
-
-    def _end_trials(self) -> None:
-        if self.live is not None:
-            self.live.give_up()
 
     def _add(self, *patches: Patch) -> None:
         for patch in patches:

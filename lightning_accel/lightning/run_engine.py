@@ -1,44 +1,96 @@
-"""The engine of one run, with the results of earlier runs and the agreement between ranks."""
+"""The engine of one run of a Trainer."""
 
 from __future__ import annotations
 
+from typing_extensions import override
+
+from lightning_accel.assembly import build_context
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
+from lightning_accel.core.states import VerdictKind
 from lightning_accel.engine import Engine
+from lightning_accel.lightning.live_trials import LiveTuning
 from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, TrainerFn
 from lightning_accel.lightning.run_state import RunState
 from lightning_accel.settings import Plan
-from lightning_accel.techniques.base import BuildContext
+from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.mixed_precision import Autocast
 from lightning_accel.techniques.registry import declarations
 
 
-def engine_of(
-    module: LightningModule, host: Host, plan: Plan, context: BuildContext, kept: RunState, purse: Purse | None
-) -> Engine:
-    """Makes the engine for a run that has not begun."""
-    trainer = module.trainer
-    is_fitting = trainer.state.fn == TrainerFn.FITTING
-    is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-    # Training keeps the ranks in step. In evaluation, each rank has its own number of batches, perhaps none. Ranks
-    # then depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
-    steps_with_others = trainer.world_size > 1 and (is_fitting or is_sharded)
-    engine = Engine(
-        module,
-        host,
-        context.techniques,
-        names=list(declarations()),
-        strict=plan.strict,
-        agree=trainer.strategy.broadcast if steps_with_others else None,
-        gather=gather if steps_with_others else None,
-        is_sharded=is_sharded,
-        # A trial without gradients proves nothing for a fit. A trial in a fit holds for evaluation, too.
-        decisions=kept.decisions if is_fitting else kept.decisions_without_gradients | kept.decisions,
-        purse=purse,
-        begins=False,
-    )
-    if is_fitting:
-        kept.decisions = engine.decisions
-    else:
-        kept.decisions_without_gradients = engine.decisions
-    return engine
+class RunEngine(Engine):
+    """An engine that has not begun, with the results of earlier runs and the agreement between ranks.
+
+    Attributes:
+        module: The module of the run.
+        precision: The precision of its steps.
+        context: The data that its techniques share.
+        is_fitting: Whether the run is a fit.
+        live: The live trials; None if there are none.
+    """
+
+    live: LiveTuning | None = None
+
+    def __init__(
+        self,
+        module: LightningModule,
+        host: Host,
+        plan: Plan,
+        precision: Autocast,
+        kept: RunState,
+        purse: Purse | None,
+    ) -> None:
+        self.module, self.precision, trainer = module, precision, module.trainer
+        self.context = build_context(plan, module, host, device=trainer.strategy.root_device)
+        self.is_fitting = trainer.state.fn == TrainerFn.FITTING
+        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        # Training keeps the ranks in step. In evaluation, each rank has its own number of batches, perhaps none. Ranks
+        # then depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
+        steps_with_others = trainer.world_size > 1 and (self.is_fitting or is_sharded)
+        super().__init__(
+            module,
+            host,
+            self.context.techniques,
+            names=list(declarations()),
+            strict=plan.strict,
+            agree=trainer.strategy.broadcast if steps_with_others else None,
+            gather=gather if steps_with_others else None,
+            is_sharded=is_sharded,
+            # A trial without gradients proves nothing for a fit. A trial in a fit holds for evaluation, too.
+            decisions=kept.decisions if self.is_fitting else kept.decisions_without_gradients | kept.decisions,
+            purse=purse,
+            begins=False,
+        )
+        if self.is_fitting:
+            kept.decisions = self.decisions
+        else:
+            kept.decisions_without_gradients = self.decisions
+
+    @override
+    def arms(self) -> list[Arm]:
+        return [*self.precision.arms(), *super().arms()]
+
+    @property
+    def alters_steps(self) -> bool:
+        """Whether a step differs from the user's own, by edits or by our choice of the precision."""
+        return self.has_edits or self.precision.is_ours
+
+    def revert(self, name: str, reason: str, kind: VerdictKind) -> None:
+        """Reverts a technique, or the precision, for the rest of the run, with a verdict of this kind."""
+        if self.live is not None:
+            self.live.lose(name)
+        if name == "precision":
+            self.precision.give_up(self.report, reason)
+        else:
+            self.revert_all(reason, name, kind)
+
+    def end_trials(self) -> None:
+        """Ends the live trials, since nothing is left to switch."""
+        if self.live is not None:
+            self.live.give_up()
+
+    def interrupt(self) -> None:
+        """Tells the live trials that no training step comes next."""
+        if self.live is not None:
+            self.live.turns.interrupt()

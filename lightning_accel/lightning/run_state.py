@@ -31,6 +31,11 @@ class RunState:
     put_on: list[tuple[str, Any]] = field(default_factory=list)
     _module: weakref.ref[nn.Module] | None = None
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether an earlier run of the module, or the checkpoint from which this run resumes, has decided."""
+        return self.tuning is not None or bool(self.decisions or self.put_on)
+
     def be_of(self, module: nn.Module) -> None:
         """Forgets everything if the state belongs to another module."""
         if self._module is None or self._module() is not module:

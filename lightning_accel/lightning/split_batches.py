@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
-from lightning_accel.core.report import Report
 from lightning_accel.core.samples import count_samples, split_samples
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.core.tree import map_tensors
-from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, is_overridden
-from lightning_accel.lightning.split_logs import SplitLogs
+from lightning_accel.lightning.packages import ParallelStrategy, Trainer, callbacks_of, is_overridden
+from lightning_accel.lightning.private import logged_results
+from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.step_snapshot import begins_gradients
 from lightning_accel.step.layers import Call, Layer
 
@@ -38,12 +39,10 @@ class SplitBatches(Layer):
 
     name = "split"
 
-    def __init__(
-        self, module: LightningModule, precision: Any, report: Report, scaled: Callable[[Tensor], Tensor]
-    ) -> None:
-        super().__init__([(module.trainer.strategy, ("training_step",)), (precision, ("backward",))])
+    def __init__(self, engine: RunEngine) -> None:
+        self._module, self._report, self._precision = engine.module, engine.report, engine.precision
+        super().__init__([(self._module.trainer.strategy, ("training_step",)), (self._precision, ("backward",))])
         self.most: int | None = None
-        self._module, self._report, self._scaled = module, report, scaled
         self._former: int | None = None
         self._given_up = ""
         self._earlier: list[tuple[Tensor, Tensor]] = []  # parameters, and the gradients of all parts but the last
@@ -132,7 +131,7 @@ class SplitBatches(Layer):
         size = sum(length for _, length in parts)
         earlier: Tensor | None = None  # the loss of the earlier parts
         extras: list[dict[str, Any]] = []
-        with self._earlier_gradients_aside(), SplitLogs(trainer) as logs:
+        with self._earlier_gradients_aside(), _SplitLogs(trainer) as logs:
             for index, (part, length) in enumerate(parts, start=1):
                 logs.begin_part(part, length / size)
                 outputs = step(part, *others, **kwargs)
@@ -141,7 +140,7 @@ class SplitBatches(Layer):
                 # None skips this part. Lightning itself reports values of other types.
                 loss = loss * (length / size) if isinstance(loss, Tensor) else None
                 if loss is not None and index < len(parts):
-                    self._module.backward(self._scaled(loss / trainer.accumulate_grad_batches))
+                    self._module.backward(self._precision.scaled(loss / trainer.accumulate_grad_batches))
                     earlier = loss.detach() if earlier is None else earlier + loss.detach()
         if earlier is not None:  # the loss needs a graph even if the last part has none
             loss = earlier.requires_grad_() if loss is None else loss + earlier
@@ -173,12 +172,13 @@ class SplitBatches(Layer):
     def _zeroes_unseen(self, optimizer: Optimizer) -> bool:
         """Returns whether the present gradients are dropped after ``training_step`` and no code reads them before."""
         trainer, hook = self._module.trainer, "on_before_zero_grad"
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return (
             begins_gradients(trainer)
             and type(optimizer).zero_grad is Optimizer.zero_grad
             and not any(is_overridden(name, self._module) for name in (hook, "optimizer_zero_grad"))
-            and not any(is_overridden(hook, one) for one in callbacks if not isinstance(one, SpeedMemoryLogger))
+            and not any(
+                is_overridden(hook, one) for one in callbacks_of(trainer) if not isinstance(one, SpeedMemoryLogger)
+            )
         )
 
 
@@ -191,3 +191,52 @@ def _joined(outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[
         if len(tensors) == len(sizes) and [len(one) if one.dim() else -1 for one in tensors] == list(sizes):
             joined[name] = torch.cat(tensors)
     return joined
+
+
+class _SplitLogs(Layer):
+    """A layer around the parts of one step that makes the step's and the epoch's means weigh samples, not parts."""
+
+    name = "split"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._results: Any = logged_results(trainer)
+        super().__init__([] if self._results is None else [(self._results, ("update_metrics",))])
+        self._share = 1.0
+        self._values: dict[str, tuple[Tensor, float]] = {}  # weighted sum and sum of weights of the step so far
+        self._part: dict[str, Tensor] = {}  # values of the current part
+
+    def __enter__(self) -> Self:
+        if self._results is not None:
+            self._shown = self._results.batch, self._results.batch_size
+            self.apply()
+        return self
+
+    def begin_part(self, part: Any, share: float) -> None:
+        """Weights the values logged next by this part's share of the samples."""
+        self._end_part()
+        self._share = share
+        if self._results is not None:
+            self._results.batch, self._results.batch_size = part, None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._results is None:
+            return
+        self._end_part()
+        self.undo()
+        self._results.batch, self._results.batch_size = self._shown
+        if kind is None:
+            for key, (total, weight) in self._values.items():
+                # A batch size of 0 sets the step's value and leaves the epoch's unchanged.
+                self._results.update_metrics(key, total / weight, 0)
+
+    def around_update_metrics(self, call: Call, key: str, value: Any, batch_size: int) -> None:
+        call(key, value, batch_size)
+        metric = self._results[key]
+        if metric.is_tensor and metric.meta.on_step and metric.meta.is_mean_reduction:
+            self._part[key] = value.detach()
+
+    def _end_part(self) -> None:
+        for key, value in self._part.items():
+            total, weight = self._values.get(key, (0.0, 0.0))
+            self._values[key] = total + value * self._share, weight + self._share
+        self._part = {}

@@ -41,7 +41,7 @@ def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str
     trainer = module.trainer
     strategy: Strategy = trainer.strategy
     by_clock = plan.trust == "measured" and not torch.are_deterministic_algorithms_enabled()
-    is_new = trainer.ckpt_path is None and not (kept.tuning or kept.decisions or kept.put_on)
+    is_new = trainer.ckpt_path is None and not kept.is_decided
     is_to_stay = is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
     is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
     has_scaler = precision == "16-mixed" and plan.of("precision") == "auto"  # a scaler changes the kind of a step

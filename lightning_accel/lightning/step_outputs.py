@@ -21,11 +21,9 @@ from typing_extensions import override
 from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
-from lightning_accel.core.states import VerdictKind
 from lightning_accel.core.tree import map_tensors, tensors_in
-from lightning_accel.engine import Engine
-from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.packages import Callback, LightningModule, is_lightnings, own
+from lightning_accel.lightning.packages import Callback, LightningModule, callbacks_of, is_lightnings, own
+from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.step.layers import STEPS, Call, Layer
 from lightning_accel.techniques.layout_draws import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -67,16 +65,9 @@ class StepOutputs(Layer):
 
     name = "outputs"
 
-    def __init__(
-        self,
-        module: LightningModule,
-        engine: Engine,
-        precision: AutocastPrecision,
-        can_repeat: Callable[[], bool],
-        revert: Callable[[str, str, VerdictKind], None],
-    ) -> None:
-        self._module, self._engine, self._precision = module, engine, precision
-        self._can_repeat, self._revert = can_repeat, revert
+    def __init__(self, engine: RunEngine, can_repeat: Callable[[], bool]) -> None:
+        self._engine, self._module, self._precision = engine, engine.module, engine.precision
+        self._can_repeat = can_repeat
         laid_out = engine.technique(MemoryFormat)
         self._memory_format = laid_out if laid_out is not None and laid_out.has_weights else None
         self._steps: Counter[str] = Counter()  # the number of steps in another form, by stage
@@ -89,15 +80,15 @@ class StepOutputs(Layer):
         self._own: dict[int, Tensor] | None = None  # the user's tensors in such a form; kept, so that no id is reused
 
         # The user's hooks are shown weights in their own layout.
-        companions = [_HooksLayer(module, self._memory_format)] if self._memory_format is not None else []
-        super().__init__([(module.trainer.strategy, STEPS), (precision, ("backward",))], companions)
+        companions = [_HooksLayer(self._module, self._memory_format)] if self._memory_format is not None else []
+        super().__init__([(self._module.trainer.strategy, STEPS), (self._precision, ("backward",))], companions)
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         if self._own is None:
             self._find_own()
         while self._leaving:
-            self._revert(*self._leaving.popitem(), "refused")
+            self._engine.revert(*self._leaving.popitem(), "refused")
         self._looked_at = None
         is_cast = self._precision.is_ours
         is_laid_out = self._memory_format is not None and self._memory_format.acts()
@@ -204,7 +195,7 @@ class StepOutputs(Layer):
 
     def _left_behind(self, form: _Form, most: int = MOST) -> list[tuple[str, Tensor]]:
         """Returns the tensors in a form that the user's objects hold since the run began, each with the path to it."""
-        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = callbacks_of(self._module.trainer)
         roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
         own = self._own or {}
         found = []
@@ -244,7 +235,7 @@ def users_hooks(module: LightningModule) -> Iterator[tuple[LightningModule | Cal
 
     In these hooks the user's own code runs outside of steps. ``optimizer_step`` and similar hooks call a step.
     """
-    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = callbacks_of(module.trainer)
     for owner, base in [(module, own(module, LightningModule)), *((one, own(module, Callback)) for one in callbacks)]:
         if not (is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel.")):
             hooks = [name for name in dir(base) if name.startswith("on_") or name in _MORE_HOOKS]

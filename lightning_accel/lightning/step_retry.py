@@ -16,10 +16,12 @@ from typing_extensions import override
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.oom_errors import free_what_failed, is_out_of_memory, without_frames
 from lightning_accel.core.report import AccelError, EditError
+from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.error_attribution import suspects
-from lightning_accel.lightning.fallbacks import Failure, RunParts, fallbacks_for
-from lightning_accel.lightning.packages import Strategy
-from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD
+from lightning_accel.lightning.fallbacks import Failure, with_fewer_edits, with_less_memory
+from lightning_accel.lightning.oom_recovery import OomRecovery
+from lightning_accel.lightning.run_engine import RunEngine
+from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD, StepOutputs
 from lightning_accel.lightning.step_snapshot import Attempt, SmallState, begins_gradients
 from lightning_accel.step.layers import STEPS, Call, Layer
 
@@ -36,12 +38,16 @@ class StepRetry(Layer):
 
     name = "retry"
 
-    def __init__(self, parts: RunParts, strategy: Strategy) -> None:
-        self._parts, self._module, self._engine = parts, parts.module, parts.engine
-        self._is_one_of_several = parts.module.trainer.world_size > 1
+    def __init__(
+        self, engine: RunEngine, precision: AutocastPrecision, outputs: StepOutputs, memory: OomRecovery
+    ) -> None:
+        self._engine, self._module, self._precision = engine, engine.module, precision
+        self._outputs, self._memory = outputs, memory
+        trainer = engine.module.trainer
+        self._is_one_of_several = trainer.world_size > 1
         # DistributedDataParallel calls the module's own step after it has sent the buffers of rank 0 to all ranks.
         companions = [_AfterBroadcast(self)] if self._is_one_of_several else []
-        super().__init__([(strategy, STEPS), (parts.precision, ("backward", "optimizer_step"))], companions)
+        super().__init__([(trainer.strategy, STEPS), (precision, ("backward", "optimizer_step"))], companions)
         self._attempt: Attempt | None = None
         self._is_stepping = False
         self._gone_backward: Attempt | None = None  # the attempt whose gradients an optimizer is about to apply
@@ -51,7 +57,7 @@ class StepRetry(Layer):
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         trains = stage == "training_step"
         self._attempt = None
-        if not (self._parts.is_in_force() or (trains and self._parts.memory.may_run_out((args, kwargs)))):
+        if not (self._engine.alters_steps or (trains and self._memory.may_run_out((args, kwargs)))):
             return call(*args, **kwargs)
         outputs = self._step(trains, call, args, kwargs)
         if not (trains and self._module.automatic_optimization):
@@ -98,26 +104,26 @@ class StepRetry(Layer):
             call(loss, *args, **kwargs)
             return
         attempt, self._attempt = self._attempt, None
-        precision, trainer = self._parts.precision, self._module.trainer
+        trainer = self._module.trainer
         try:
             call(loss, *args, **kwargs)
             is_first = begins_gradients(trainer) and not self._is_one_of_several
-            if is_first and self._parts.outputs.has_drawn(laid_out=True) and attempt.can_be_repeated():
+            if is_first and self._outputs.has_drawn(laid_out=True) and attempt.can_be_repeated():
                 raise EditError("memory_format", DRAWS_GOING_BACKWARD)
             self._gone_backward = attempt if self._is_stepping else None
             return
         except Exception as error:
-            if not (self._gradients_are_new(error) and self._may_repeat(attempt, error)):
+            if not (self._gradients_are_new() and self._may_repeat(attempt, error)):
                 raise
             failure = self._failure(attempt, error)
-        precision.let_go_of(loss)  # the Trainer still holds its graph
+        self._precision.let_go_of(loss)  # the Trainer still holds its graph
 
         def again(repeat: Call) -> None:
             self._module.zero_grad(set_to_none=True)
             outputs = repeat()
             # As Lightning treats the outputs of a step.
             repeated = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            call(precision.scaled(repeated / trainer.accumulate_grad_batches), *args, **kwargs)
+            call(self._precision.scaled(repeated / trainer.accumulate_grad_batches), *args, **kwargs)
 
         self._run_again(failure, again)
 
@@ -131,8 +137,9 @@ class StepRetry(Layer):
             return call(*args, **kwargs)
         except Exception as error:
             attempt = self._gone_backward
-            may_repeat = attempt is not None and not is_out_of_memory(error) and self._gradients_are_new(error)
-            if attempt is None or not may_repeat or not self._may_repeat(attempt, error):
+            if attempt is None or is_out_of_memory(error):
+                raise
+            if not (self._gradients_are_new() and self._may_repeat(attempt, error)):
                 raise
             failure = self._failure(attempt, error)
         finally:
@@ -144,27 +151,27 @@ class StepRetry(Layer):
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
         if isinstance(error, _NOT_OURS):
             return False
-        if not (isinstance(error, EditError) or is_out_of_memory(error) or self._parts.is_in_force()):
+        if not (isinstance(error, EditError) or is_out_of_memory(error) or self._engine.alters_steps):
             return False
         # Other ranks wait for the verdicts of this rank's trial, and for nothing else.
         is_alone = not self._is_one_of_several or self._engine.is_trying
-        if is_out_of_memory(error) and (self._parts.memory.lets_pass or not is_alone):
+        if is_out_of_memory(error) and (self._memory.lets_pass or not is_alone):
             return False
         return attempt.can_be_repeated()
 
-    def _gradients_are_new(self, error: Exception) -> bool:
+    def _gradients_are_new(self) -> bool:
         # Ranks wait for each other in a backward pass. So one rank alone cannot repeat it.
         if not self._module.automatic_optimization or self._is_one_of_several:
             return False
         if not begins_gradients(self._module.trainer):
-            self._parts.memory.why = "its gradients were added to those of earlier batches and cannot be told apart"
+            self._memory.why = "its gradients were added to those of earlier batches and cannot be told apart"
             return False
         return True
 
     def _failure(self, attempt: Attempt, error: Exception, *, trains: bool = True) -> Failure:
         lacks_memory = is_out_of_memory(error) and not self._is_one_of_several
         if lacks_memory:
-            self._parts.memory.saw(error)  # while the frames of the error still exist
+            self._memory.saw(error)  # while the frames of the error still exist
         suspected = suspects(error)
         return Failure(attempt, without_frames(error), suspected, lacks_memory=lacks_memory, trains=trains)
 
@@ -176,28 +183,33 @@ class StepRetry(Layer):
         Raises:
             Exception: The last error of the step, if no fallback is left.
         """
-        attempt = failure.attempt
-        args, kwargs = attempt.given
-        for fallback in fallbacks_for(failure, self._parts):
-            while True:
-                if failure.lacks_memory:
-                    self._engine.apply_updates()
-                    free_what_failed(self._module.device)
-                self._take_back(failure)
-                if not fallback.prepare():
-                    break
-                try:
-                    with fallback.in_force():
-                        outputs = run(lambda: attempt.step(*args, **kwargs))
-                except Exception as error:
-                    if fallback.is_last or not self._may_go_on(failure, error):
-                        raise
-                    continue
-                fallback.succeeded()
-                if failure.lacks_memory:
-                    self._parts.memory.ran()
-                return outputs
-        raise failure.error
+        args, kwargs = failure.attempt.given
+        if failure.lacks_memory:
+            fallbacks = with_less_memory(failure, self._engine, self._memory)
+        else:
+            fallbacks = with_fewer_edits(failure, self._engine, self._outputs)
+        while True:
+            if failure.lacks_memory:
+                self._engine.apply_updates()
+                free_what_failed(self._module.device)
+            try:
+                failure.attempt.take_back()
+            except Exception:  # a repetition would start from another state than the step
+                raise failure.error from None
+            fallback = next(fallbacks, None)
+            if fallback is None:
+                raise failure.error
+            try:
+                with fallback.context:
+                    outputs = run(lambda: failure.attempt.step(*args, **kwargs))
+            except Exception as error:
+                if fallback.is_last or not self._may_go_on(failure, error):
+                    raise
+                continue
+            fallback.succeeded()
+            if failure.lacks_memory:
+                self._memory.ran()
+            return outputs
 
     def _may_go_on(self, failure: Failure, error: Exception) -> bool:
         """Returns whether the next fallback may follow after the step has raised again."""
@@ -206,16 +218,10 @@ class StepRetry(Layer):
         if not failure.lacks_memory:
             return not is_out_of_memory(error)
         if not is_out_of_memory(error):
-            return self._parts.memory.take_off(error)
-        self._parts.memory.saw(error)
+            return self._memory.take_off(error)
+        self._memory.saw(error)
         failure.error = without_frames(error)
         return True
-
-    def _take_back(self, failure: Failure) -> None:
-        try:
-            failure.attempt.take_back()
-        except Exception:  # a repetition would start from another state than the step
-            raise failure.error from None
 
 
 class _AfterBroadcast(Layer):

@@ -47,7 +47,7 @@ class TrainerPlugin(PluginBase, Precision):
     def _interrupt(self) -> None:
         """Tells all timers of steps that the next work is not training."""
         if self._run is not None:
-            self._run.interrupt()
+            self._run.engine.interrupt()
         if self._added_logger is not None:
             self._added_logger.logger.interrupt()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,13 @@ _FIRST_STEPS = 2  # the first step makes states that the second one uses: of opt
 _MANY_SHAPES = 4
 _SHOWN = 12
 
+_FIRST, _SHAPES, _OTHER = "in_first_steps", "for_new_shapes", "for_other_reasons"
+_REASONS = {
+    _FIRST: "in the first two steps of a stage",
+    _SHAPES: "for batches of new shapes",
+    _OTHER: "for shapes that were there before",
+}
+
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -34,16 +41,6 @@ class _Met:
     steps: int = 0
     programs: int = 0
     seconds: float = 0.0
-
-
-@dataclass
-class _Counts:
-    """The number of programs, by the reason for their compilation."""
-
-    first: int = 0
-    shapes: int = 0
-    other: int = 0
-    other_steps: list[int] = field(default_factory=list)
 
 
 class Compilations(Layer):
@@ -63,7 +60,8 @@ class Compilations(Layer):
         self.is_recording = False
         self._report, self._cache = report, cache
         self._met: dict[tuple[str, Shapes], _Met] = {}
-        self._counts = _Counts()
+        self._counts: Counter[str] = Counter()  # programs by the reason for their compilation
+        self._latest_other = 0  # the step at which one was compiled for another reason
         self._steps: Counter[str] = Counter()
         self._under_way: tuple[str, Shapes] | None = None
         self._programs, self._seconds = xla.programs_compiled(), xla.compiling_s()
@@ -100,13 +98,10 @@ class Compilations(Layer):
         met, stage = self._met[self._under_way], self._under_way[0]
         met.programs += new
         met.seconds += took
-        if self._steps[stage] <= _FIRST_STEPS:
-            self._counts.first += new
-        elif met.steps == 1:
-            self._counts.shapes += new
-        else:
-            self._counts.other += new
-            self._counts.other_steps.append(self._steps[stage])
+        reason = _FIRST if self._steps[stage] <= _FIRST_STEPS else _SHAPES if met.steps == 1 else _OTHER
+        self._counts[reason] += new
+        if reason == _OTHER:
+            self._latest_other = self._steps[stage]
         self._tell()
         self._advise()
 
@@ -123,16 +118,12 @@ class Compilations(Layer):
         rank_zero_info(f"lightning-accel: {line}")
 
     def _tell(self) -> None:
-        record, counts = self._report.of(NAME), self._counts
+        record = self._report.of(NAME)
         programs = sum(met.programs for met in self._met.values())
         seconds = sum(met.seconds for met in self._met.values())
-        where = f" (the latest at step {counts.other_steps[-1]})" if counts.other_steps else ""
-        parts = {
-            "in the first two steps of a stage": counts.first,
-            "for batches of new shapes": counts.shapes,
-            f"for shapes that were there before{where}": counts.other,
-        }
-        why = ", ".join(f"{number} {words}" for words, number in parts.items() if number)
+        counts = {reason: self._counts[reason] for reason in _REASONS}
+        why = ", ".join(f"{number} {_REASONS[reason]}" for reason, number in counts.items() if number)
+        why += f" (the latest at step {self._latest_other})" if self._latest_other else ""
         record.status = (
             f"{programs} programs compiled in {seconds:.1f} s, over {sum(self._steps.values())} steps"
             f"{': ' if why else ''}{why}; {self._cache}"
@@ -144,13 +135,7 @@ class Compilations(Layer):
         ]
         more = [f"… and {len(shown) - _SHOWN} more shapes"] if len(shown) > _SHOWN else []
         record.details = "\n".join(lines + more)
-        record.data = {
-            "programs": programs,
-            "seconds": seconds,
-            "in_first_steps": counts.first,
-            "for_new_shapes": counts.shapes,
-            "for_other_reasons": counts.other,
-        }
+        record.data = {"programs": programs, "seconds": seconds, **counts}
 
 
 def _shapes(batch: Any) -> Shapes:

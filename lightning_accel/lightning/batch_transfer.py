@@ -1,20 +1,18 @@
-"""The preprocess layer: a pipeline around each loader, or Lightning's own transfer, brings batches to the device."""
+"""The layers around loaders and batches: preprocessing with the transfer to the device, and what techniques do."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.training import map_parts
-from lightning_accel.data import DevicePipeline, Position, Preprocess, Transform
+from lightning_accel.data import DevicePipeline, Position, Preprocess
 from lightning_accel.data.loader_proxy import stood_for
-from lightning_accel.engine import Engine
 from lightning_accel.lightning.packages import (
     Strategy,
     Trainer,
@@ -24,7 +22,9 @@ from lightning_accel.lightning.packages import (
     own,
 )
 from lightning_accel.lightning.private import combined_loader, is_sequential
+from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.step.layers import Call, Layer
+from lightning_accel.techniques.base import LoaderTerms
 
 _DEPTH = 2  # batches prepared ahead
 # Hooks that Lightning runs between loader and device. They must see a batch before it is preprocessed.
@@ -41,13 +41,8 @@ class BatchTransfer(Layer):
 
     name = "preprocess"
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        engine: Engine,
-        transforms: Sequence[Transform],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, engine: RunEngine) -> None:
+        trainer, transforms = engine.module.trainer, engine.plan.of("preprocess").transforms
         # If the training step reads the loader directly, Lightning transfers no batches.
         self._takes_loader = takes_loader(trainer)
         self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty if there is a pipeline
@@ -61,7 +56,7 @@ class BatchTransfer(Layer):
             self._preprocess = Preprocess(
                 transforms,
                 device=trainer.strategy.root_device,
-                dtype=dtype,
+                dtype=engine.precision.image_dtype,
                 rank=trainer.global_rank,
             )
             if self._preprocess.complaint:
@@ -150,6 +145,70 @@ class _Transfer(Layer):
         if self._is_on_host:
             return call(self._preprocessed(batch), *args)
         return self._preprocessed(call(batch, *args))
+
+
+class BatchLayer(Layer):
+    """Passes each batch to the techniques, and gives each checkpoint the layouts of the user's own weights."""
+
+    name = "techniques"
+
+    def __init__(self, engine: RunEngine) -> None:
+        strategy = engine.module.trainer.strategy
+        # Lightning does not call `on_save_checkpoint` for a checkpoint of weights only. So this patches the state dict.
+        super().__init__([(strategy, ("batch_to_device", "lightning_module_state_dict"))])
+        self._engine = engine
+        self._is_xla = strategy.root_device.type == "xla"
+
+    def around_lightning_module_state_dict(self, call: Call) -> Any:
+        checkpoint = {"state_dict": call()}
+        self._engine.restore_layouts(checkpoint)
+        return checkpoint["state_dict"]
+
+    def around_batch_to_device(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if self._is_xla:  # on the device, XLA would compile this with the step, for each original shape of a batch
+            return call(self._engine.batch(args[0]), *args[1:], **kwargs)
+        return self._engine.batch(call(*args, **kwargs))
+
+
+class LoaderLayer(Layer):
+    """Passes the training loader to the techniques, after the Trainer has prepared it."""
+
+    name = "techniques"
+
+    def __init__(self, engine: RunEngine) -> None:
+        self._trainer: Any = engine.module.trainer
+        super().__init__([(self._trainer.strategy, ("process_dataloader",))])
+        self._engine = engine
+
+    @override
+    def _undo(self) -> None:
+        super()._undo()
+        give_loaders_back(self._trainer)
+
+    def around_process_dataloader(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        loader, trainer = call(*args, **kwargs), self._trainer
+        if not trainer.training:
+            return loader
+        terms = LoaderTerms(
+            why_not=self._why_not(),
+            has_one_epoch=trainer.max_epochs == 1 or bool(trainer.fast_dev_run),
+            objection=self._objection,
+            processes=trainer.num_devices,
+            pins=not getattr(trainer.strategy, "wants_pipeline", False),
+        )
+        return self._engine.loader(loader, terms)
+
+    def _why_not(self) -> str:
+        epochs = self._trainer.reload_dataloaders_every_n_epochs
+        if epochs:
+            return f"it is made anew every {epochs} epochs"
+        return "the training step takes its batches from it itself" if takes_loader(self._trainer) else ""
+
+    def _objection(self) -> str:
+        combined = combined_loader(self._trainer.fit_loop)
+        if combined is None or len(combined.flattened) != 1:
+            return "it is one of several, which draw from one stream of random numbers in turn"
+        return ""
 
 
 def give_loaders_back(trainer: Trainer) -> None:

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.callbacks._tuner_searches import Searches
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.heap import release_free_memory
-from lightning_accel.core.host import Host
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
-from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather, rank_zero_info
-from lightning_accel.engine import Engine
 from lightning_accel.experiment.store import DamagedError, Key
-from lightning_accel.lightning.packages import Trainer
+from lightning_accel.lightning.met_programs import program_of
+from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.trainer_turns import TrainerTurns
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import verdict_cache
@@ -28,36 +27,32 @@ from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Known, program_key
+from lightning_accel.tuning.verdict_cache import Known
 
 _LOOKS_AGAIN = 16  # batches between two checks of the remaining length of a run that is too short
 _TRIAL_BATCHES = 2  # batches on which techniques run their own trials
 _QUIET_BATCHES = 2  # batches after those trials, in which caches fill
 
 
-class LiveTuning:
+class LiveTuning(TrainerTurns):
     """The live trials of one fit. They begin after the techniques' own trials. Report, console and loggers show them.
 
     Attributes:
-        turns: The turns, which must be told of batches and interruptions.
         resumed: The tuning of an earlier run; a checkpoint may set it later.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        engine: Engine,
-        resumed: Tuning | None,
+        engine: RunEngine,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]],
         switched: Callable[[bool], Any],
-        settings: str,
-        purse: Purse | None,
         program: Key | None,
     ) -> None:
-        self._trainer, self._engine, self._loggers, self._settings = trainer, engine, loggers, settings
-        self.resumed, self._switched, self._purse, self._program = resumed, switched, purse, program
+        super().__init__(engine.module.trainer)
+        self._engine, self._loggers, self._switched, self._program = engine, loggers, switched, program
+        self.resumed = engine.kept.tuning
         self._told: Choices | None = None  # the choices last printed on the console
-        self._searches = Searches(trainer)
+        self._searches = Searches(self._trainer)
         self._key: Key | None = None
         self._known: Tuning | None = None
         self._has_met = program is not None  # the first batch was met
@@ -66,18 +61,16 @@ class LiveTuning:
         self._arms: list[Arm] = []
         self._is_too_short = self._is_nothing = False
         self._batches = itertools.count(1)  # since the run was found to be too short
-        self.turns = TrainerTurns(trainer, self._trials)
 
     @property
     def has_ended(self) -> bool:
         """Whether the rest of the run is plain, since no option was faster or there are no options."""
-        trials = self.turns.trials
-        return self._is_nothing if trials is None else trials.is_over
+        return self._is_nothing if self.trials is None else self.trials.is_over
 
     @property
     def tuning(self) -> Tuning | None:
         """Returns the trials' results so far. Before the trials began: those of the resumed run, or None."""
-        return self.resumed if self.turns.trials is None else self.turns.trials.tuning
+        return self.resumed if self.trials is None else self.trials.tuning
 
     @property
     def settled(self) -> Tuning | None:
@@ -89,25 +82,25 @@ class LiveTuning:
 
         If the run without the arms on trial has no memory, the arms stay and the trials end.
         """
-        trials = self.turns.trials
-        if trials is None:
+        if self.trials is None:
             return False
         if is_out_of_memory(error):
-            return trials.failed("out of memory") or trials.original_failed()
-        return trials.failed("raised an error")
+            return self.trials.failed("out of memory") or self.trials.original_failed()
+        return self.trials.failed("raised an error")
 
     def lose(self, name: str) -> None:
         """Removes an arm whose technique was taken back."""
         self._arms = [arm for arm in self._arms if arm.name != name]
-        if self.turns.trials is not None:
-            self.turns.trials.lose(name)
+        if self.trials is not None:
+            self.trials.lose(name)
 
     def give_up(self) -> None:
         """Ends all trials, since nothing is left to switch."""
-        if self.turns.trials is not None:
-            self.turns.trials.give_up()
+        if self.trials is not None:
+            self.trials.give_up()
 
-    def _trials(self, batch: Any) -> LiveTrials | None:
+    @override
+    def _make_trials(self, batch: Any) -> LiveTrials | None:
         # A search runs the fit's loop within the fit, for a few steps and perhaps with other batches.
         if self._searches.are_running():
             return None
@@ -145,7 +138,7 @@ class LiveTuning:
             if not self._is_too_short:
                 set_choices(self._engine, self._arms, {})  # arms that this run cannot test must not stay on
             self._is_too_short = True  # may change if fewer batches are accumulated later
-            self._is_nothing = self._purse is not None
+            self._is_nothing = self._engine.purse is not None
             return None
         if known is not None:
             self._record(known)
@@ -158,7 +151,7 @@ class LiveTuning:
             gather=gather if trainer.world_size > 1 else None,
             known=known,
             is_trusted=known is not None and known is self.resumed,
-            purse=self._purse,
+            purse=self._engine.purse,
         )
 
     def _had_by_all(self, arms: list[Arm]) -> list[Arm]:
@@ -175,7 +168,8 @@ class LiveTuning:
             return
         if torch.are_deterministic_algorithms_enabled():  # an edit applied from the first step on changes rounding
             return
-        self._program = program_of(trainer, batch, self._engine.host, self._settings)
+        engine = self._engine
+        self._program = program_of(engine.module, batch, engine.host, engine.plan)
         known = None
         if trainer.is_global_zero and self._program is not None:
             known = verdict_cache.recall(self._program)
@@ -251,13 +245,7 @@ class LiveTuning:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
 
 
-def program_of(trainer: Trainer, batch: Any, host: Host, plan: str, held: str | None = None) -> Key | None:
-    """Returns the key of the program that trains on a batch with a plan, given as text. None if it has no key."""
-    settings = f"{plan}, {trainer.world_size} ranks, {type(trainer.strategy)}"
-    return program_key(trainer.lightning_module, batch, host.described, settings, held)
-
-
-def set_choices(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+def set_choices(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> None:
     """Applies settled choices in a run without live trials, such as an evaluation."""
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
@@ -265,7 +253,7 @@ def set_choices(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
     engine.report.settled({arm.name for arm in arms} - choices.keys())
 
 
-def _rest(engine: Engine, arms: Sequence[Arm], choices: Choices) -> None:
+def _rest(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> None:
     engine.disable(arm.name for arm in arms if arm.name not in choices)
 
 

@@ -1,14 +1,16 @@
-"""Knowledge of a program before its fit, from this process (until it ends), from files and from checkpoints."""
+"""Results of earlier runs: of the module, from its checkpoint, and of the program, from this process and from files."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_accel.core.compiled import is_compiled
 from lightning_accel.core.host import Host
@@ -16,16 +18,70 @@ from lightning_accel.core.purse import SHARE
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.store import Key
-from lightning_accel.lightning.live_trials import program_of
 from lightning_accel.lightning.packages import LightningModule
-from lightning_accel.lightning.run_state import RunState
 from lightning_accel.settings import Plan
+from lightning_accel.technique_run import Decisions
+from lightning_accel.techniques.technique_context import Verdict
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.model_fingerprint import described
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Known
+from lightning_accel.tuning.verdict_cache import Known, program_key
 
 _MOST = 256  # programs; above this number all are forgotten
+
+
+@dataclass
+class RunState:
+    """Results of earlier runs of a module.
+
+    Attributes:
+        decisions: The verdicts on its sites, from steps with gradients.
+        decisions_without_gradients: Those from steps without gradients, which do not hold for the others.
+        tuning: The settled results of the live trials.
+        put_on: The techniques put on after a lack of memory: names and settings.
+    """
+
+    decisions: Decisions = field(default_factory=dict)
+    decisions_without_gradients: Decisions = field(default_factory=dict)
+    tuning: Tuning | None = None
+    put_on: list[tuple[str, Any]] = field(default_factory=list)
+    _module: weakref.ref[nn.Module] | None = None
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether an earlier run of the module, or the checkpoint from which this run resumes, has decided."""
+        return self.tuning is not None or bool(self.decisions or self.put_on)
+
+    def be_of(self, module: nn.Module) -> None:
+        """Forgets everything if the state belongs to another module."""
+        if self._module is None or self._module() is not module:
+            vars(self).update(vars(RunState()))
+            self._module = weakref.ref(module)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the state as plain values, for a checkpoint, without empty entries."""
+        found = {
+            "decisions": {
+                technique: {site: verdict.to_dict() for site, verdict in verdicts.items()}
+                for technique, verdicts in self.decisions.items()
+            },
+            "out_of_memory": self.put_on,
+            "tuning": None if self.tuning is None else self.tuning.to_dict(),
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def load(self, state: Mapping[str, Any]) -> Decisions:
+        """Loads a state of :meth:`to_dict`. Returns its decisions, which a run in progress must carry out."""
+        self.put_on = [(name, settings) for name, settings in state.get("out_of_memory", ())]
+        if "tuning" in state:
+            self.tuning = Tuning.from_dict(state["tuning"])
+        return {
+            technique: {site: Verdict.from_dict(one) for site, one in verdicts.items()}
+            for technique, verdicts in state.get("decisions", {}).items()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_module": None}  # a copy or another process does not have this module
 
 
 @dataclass
@@ -123,8 +179,7 @@ class FitProgram:
         """Looks the program up in the cache of verdicts."""
         if self.program is None and not self.kept.is_decided:
             if self._held:
-                plan = repr(self.plan)
-                self.program = program_of(self.module.trainer, self._first, self._host, plan, self._held)
+                self.program = program_of(self.module, self._first, self._host, self.plan, self._held)
             self.known = None if self.program is None else verdict_cache.recall(self.program)
 
     def restart(self, settled: Tuning) -> None:
@@ -143,3 +198,9 @@ class FitProgram:
             met.tuning = copy.deepcopy(settled) or met.tuning
         elif self._signature is not None and step_s is not None:
             PROGRAMS[self._signature] = Met(self._whole, step_s)
+
+
+def program_of(module: LightningModule, batch: Any, host: Host, plan: Plan, held: str | None = None) -> Key | None:
+    """Returns the key of the program that trains a module on a batch with a plan. None if it has no key."""
+    settings = f"{plan!r}, {module.trainer.world_size} ranks, {type(module.trainer.strategy)}"
+    return program_key(module, batch, host.described, settings, held)

@@ -8,7 +8,6 @@ step in parts. A search for a batch size needs the original error, and gets it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -16,16 +15,18 @@ from typing_extensions import override
 from lightning_accel.assembly import NamedFallback, fallbacks_for
 from lightning_accel.callbacks._fit_timeline import timeline_of
 from lightning_accel.callbacks._tuner_searches import Searches
+from lightning_accel.callbacks.speed_memory import leave_page_of_evaluation
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import AccelWarning, one_line
-from lightning_accel.lightning.oom_page import OPTIMIZER, ending_error
+from lightning_accel.core.tree import tensors_in
+from lightning_accel.lightning.oom_page import OPTIMIZER, TRAINING, headline, outcome, remedies
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.step_snapshot import begins_gradients
 from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
-from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError
+from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError, error_with, page
 from lightning_accel.memory.pressure import Pressure, Toll
 from lightning_accel.step.layers import STEPS, Call, Layer
 
@@ -40,27 +41,23 @@ class OomRecovery(Layer):
     As a layer, it raises the page in place of the original error. The retry layer asks it for less memory.
 
     Attributes:
+        is_on: Whether the plan requests it.
+        split: The layer that sends batches through the step in parts; None if they stay whole.
         put_on: The techniques that were put on, in order, without split batches.
         why: Why the step cannot run again, for the page.
     """
 
     name = "oom_report"
 
-    def __init__(
-        self,
-        engine: RunEngine,
-        *,
-        is_on: bool,
-        split: SplitBatches | None,
-        leave: Callable[[StepMemoryError], None],
-    ) -> None:
-        trainer = engine.module.trainer
+    def __init__(self, engine: RunEngine) -> None:
+        trainer, on_oom = engine.module.trainer, engine.plan.on_oom
         super().__init__([(trainer.strategy, STEPS), (engine.precision, ("backward", "optimizer_step"))])
         self.put_on: list[NamedFallback] = []
         self._engine, self._module, self._context = engine, engine.module, engine.context
-        self._is_on = is_on
-        self._may_answer = is_on and trainer.world_size == 1
-        self._split, self._leave = split, leave
+        self.is_on = on_oom != "off"
+        self._may_answer = self.is_on and trainer.world_size == 1
+        may_split = on_oom == "split" and engine.is_fitting and not engine.is_sharded
+        self.split = SplitBatches(engine) if may_split else None
         self._searches = Searches(trainer)
         self._left: list[NamedFallback] | None = None  # found on the first request
         self._pressure = Pressure(self._context.device)
@@ -123,25 +120,26 @@ class OomRecovery(Layer):
             if self._can_be_had(self._left.pop(0)):
                 return True
         self.why = f"nothing is left that would need less memory and change no number{self._not_tried()}"
-        if self._split is None:
+        if self.split is None:
             return False
-        why = self._split.halve(self._batch[0])
+        why = self.split.halve(self._batch[0])
         if why:
             self.why += f", and {why}"
             return False
         self._answered.append(SPLIT)
         return True
 
-    def put_on_again(self, put_on: Sequence[tuple[str, Any]]) -> None:
-        """Puts on the techniques of an earlier part of the run."""
+    def put_on_again(self) -> None:
+        """Puts on the techniques of an earlier part of a fit."""
+        put_on = self._engine.kept.put_on if self._engine.is_fitting else []
         for named in self._not_yet() if put_on else ():
-            if (named.name, named.settings) in [(name, settings) for name, settings in put_on]:
+            if (named.name, named.settings) in put_on:
                 self._can_be_had(named)
         self._answered.clear()
         self._left = None
         most = dict(put_on).get(SPLIT)
-        if most is not None and self._split is not None:
-            self._split.begin(most)
+        if most is not None and self.split is not None:
+            self.split.begin(most)
         elif most is not None:
             self._engine.report.note(
                 f"the run before had its batches in parts of at most {most} samples, against a lack of memory: this one"
@@ -151,7 +149,7 @@ class OomRecovery(Layer):
     @property
     def written(self) -> list[tuple[str, Any]]:
         """Returns the techniques that were put on, as checkpoints store them: pairs of a technique and its settings."""
-        most = None if self._split is None else self._split.most
+        most = None if self.split is None else self.split.most
         return [(one.name, one.settings) for one in self.put_on] + ([] if most is None else [(SPLIT, most)])
 
     def take_off(self, error: Exception) -> bool:
@@ -162,9 +160,9 @@ class OomRecovery(Layer):
         """
         if not self._answered:
             return False
-        if self._split is not None and self._answered[-1] == SPLIT:
+        if self.split is not None and self._answered[-1] == SPLIT:
             self._answered.pop()
-            self._split.give_up(f"a step raised {one_line(error)}")
+            self.split.give_up(f"a step raised {one_line(error)}")
         else:
             self._take_off(self.put_on[-1], f"a step raised {one_line(error)}")
         return True
@@ -177,7 +175,7 @@ class OomRecovery(Layer):
             answers = ", ".join(str(named) for named in self.put_on if named.name in self._answered)
             changes = "which changes no number and takes more time"
             if SPLIT in self._answered:
-                answers = f"{answers}{', ' * bool(answers)}{self._split}"
+                answers = f"{answers}{', ' * bool(answers)}{self.split}"
                 changes = f"which takes more time, and gives {SAME_WHERE}"
             self._said = f"out of memory: {answers} put on at step {self._module.trainer.global_step}"
             self._toll.ask(inventory.wanted_bytes)
@@ -200,35 +198,46 @@ class OomRecovery(Layer):
         """
         ending = self._ending(error, within)
         if ending is not None:
-            self._leave(ending)
+            # In a fit, the SpeedMemoryLogger leaves it.
+            if self._engine.plan.report and not self._engine.is_fitting:
+                leave_page_of_evaluation(self._module.trainer, ending)
             raise ending from error
 
     def _ending(self, error: Exception, within: str) -> StepMemoryError | None:
-        if not self._is_on or isinstance(error, StepMemoryError) or not is_out_of_memory(error) or self.lets_pass:
+        if not self.is_on or isinstance(error, StepMemoryError) or not is_out_of_memory(error) or self.lets_pass:
             return None
         try:
             if self._failed is None:
                 self.saw(error)
             assert self._failed is not None, "that was noted"
-            can_be_taken_back = within == "forward pass" or begins_gradients(self._module.trainer)
-            is_unsplit = self._split is None and self._module.automatic_optimization
-            ending = ending_error(
-                error,
-                within,
-                *self._failed,
-                engine=self._engine,
-                batch=self._batch,
-                why=self.why,
-                put_on=self.put_on,
-                left=self._not_yet(),
-                split=self._split,
-                may_split=self._may_answer and is_unsplit and can_be_taken_back,
-            )
+            ending = self._page(error, within, *self._failed)
         except Exception as wrong:
             self._engine.report.note(f"the page on a lack of memory could not be written: {one_line(wrong)}")
             return None
         self._failed = None
         return ending
+
+    def _page(self, cause: Exception, within: str, asked: str, inventory: Inventory) -> StepMemoryError:
+        trainer, left = self._module.trainer, self._not_yet()
+        is_training, is_split = within in TRAINING, self.split is not None and self.split.most is not None
+        if within == OPTIMIZER:
+            asked = f"  {', '.join(type(one).__name__ for one in trainer.optimizers)}\n{asked}"
+        can_be_taken_back = within == "forward pass" or begins_gradients(trainer)
+        # Half batches, which the user has not requested, might have passed the step.
+        may_split = self.split is None and self._module.automatic_optimization and can_be_taken_back
+        put_on = [outcome(self._engine, named) for named in self.put_on]
+        text = page(
+            cause,
+            headline(trainer, within, self.why, is_split=is_split),
+            asked,
+            inventory,
+            [*put_on, f"memory.on_oom='split': {self.split}"] if is_split else put_on,
+            remedies(left) if is_training and within != OPTIMIZER else [],
+            next((len(tensor) for tensor in tensors_in(self._batch) if tensor.dim()), None),
+            trainer.accumulate_grad_batches if is_training else None,
+            may_split=self._may_answer and may_split,
+        )
+        return error_with(text, cause)
 
     # -- techniques that need less memory --------------------------------------------------------------------------
 

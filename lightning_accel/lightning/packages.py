@@ -54,19 +54,18 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
     from lightning.pytorch.plugins.precision import Precision as Precision
     from lightning.pytorch.plugins.precision import XLAPrecision as XLAPrecision
-    from lightning.pytorch.profilers import PassThroughProfiler as PassThroughProfiler
     from lightning.pytorch.profilers import PyTorchProfiler as PyTorchProfiler
     from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
     from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
     from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
     from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
+    from lightning.pytorch.strategies import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from lightning.pytorch.strategies import Strategy as Strategy
     from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
-    from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
-    from lightning.pytorch.strategies.xla import XLAStrategy as XLAStrategy
+    from lightning.pytorch.strategies import XLAStrategy as XLAStrategy
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
+    from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader as CombinedLoader
     from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
     from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature as is_param_in_hook_signature
@@ -87,16 +86,13 @@ _HOMES = {
     "pytorch.loggers.logger": ("DummyLogger",),
     "pytorch.plugins.layer_sync": ("LayerSync", "TorchSyncBatchNorm"),
     "pytorch.plugins.precision": ("MixedPrecision", "Precision", "XLAPrecision"),
-    "pytorch.profilers": ("PassThroughProfiler", "PyTorchProfiler"),
+    "pytorch.profilers": ("PyTorchProfiler",),
     "pytorch.strategies": (
         *("DDPStrategy", "ModelParallelStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"),
-        "StrategyRegistry",
+        *("SingleDeviceXLAStrategy", "StrategyRegistry", "XLAStrategy"),
     ),
-    "pytorch.strategies.single_xla": ("SingleDeviceXLAStrategy",),
-    "pytorch.strategies.xla": ("XLAStrategy",),
     "pytorch.trainer.states": ("TrainerFn",),
-    "pytorch.utilities": ("rank_zero_warn",),
-    "pytorch.utilities.combined_loader": ("CombinedLoader",),
+    "pytorch.utilities": ("CombinedLoader", "rank_zero_warn"),
     "pytorch.utilities.data": ("extract_batch_size",),
     "pytorch.utilities.model_helpers": ("is_overridden",),
     "pytorch.utilities.signature_utils": ("is_param_in_hook_signature",),

@@ -111,7 +111,7 @@ class PlainStart:
         if not self.is_over:
             live = None if self._run is None else self._run.live
             is_first = was_plain and not self.steps.are_plain
-            self.steps.begin(are_charged=is_first or (live is not None and live.turns.trials is None))
+            self.steps.begin(are_charged=is_first or (live is not None and live.trials is None))
 
     def _meet(self, batch: Any) -> None:
         """Finds out, before the first step, the length of the run and what this process knows of the program."""

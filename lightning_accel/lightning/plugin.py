@@ -19,12 +19,11 @@ from lightning_accel.core.ranks import check_devices
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.met_programs import FitProgram
+from lightning_accel.lightning.met_programs import FitProgram, RunState
 from lightning_accel.lightning.packages import LightningModule, TrainerFn
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.lightning.plugin_base import Reports
 from lightning_accel.lightning.run import Run
-from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.start_rules import begins_plain, may_lack_memory, own_format, plain_report
 from lightning_accel.lightning.trainer_plugin import TrainerPlugin
 from lightning_accel.memory.schedule import MemorySchedule
@@ -192,21 +191,11 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if self._plain_start is not None:
             self._plain_start.batch(data)
         live = None if self._run is None else self._run.live
-        if live is not None and live.turns.expects_batch:
-            live.turns.batch(data)
+        if live is not None and live.expects_batch:
+            live.batch(data)
         if self._run is not None and self._run.is_over:
             self._retire(self._run)
         return super().convert_input(data)
-
-    @override
-    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        step = super().train_step_context()
-        return step if self.scaler is None else self._scaled_step(step)
-
-    @override
-    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        self._interrupt()
-        return super().val_step_context()
 
     @override
     def _interrupt(self) -> None:
@@ -216,10 +205,15 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
 
     @override
     def _step(self, stage: str) -> AbstractContextManager[None]:
-        beginning = self._plain_start if stage == "train" and self._run is None else None
-        if beginning is not None and beginning.is_by_hand:
-            return beginning.around(self.forward_context())
-        return super()._step(stage)
+        if stage == "validate":
+            self._interrupt()
+        if stage != "train":
+            return super()._step(stage)
+        if self._run is None and self._plain_start is not None and self._plain_start.is_by_hand:
+            step = self._plain_start.around(self.forward_context())
+        else:
+            step = super()._step(stage)
+        return step if self.scaler is None else self._scaled_step(step)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -259,7 +253,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         super().on_save_checkpoint(checkpoint)
         self._interrupt()
         if self._run is not None:
-            self._run.restore_layouts(checkpoint)
+            self._run.engine.restore_layouts(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger, leave_page_of_evaluation
+from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
-from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.batch_transfer import BatchTransfer
+from lightning_accel.lightning.batch_transfer import BatchLayer, BatchTransfer, LoaderLayer
 from lightning_accel.lightning.live_trials import LiveTuning, set_choices
+from lightning_accel.lightning.met_programs import RunState
 from lightning_accel.lightning.oom_recovery import OomRecovery
-from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, Trainer
+from lightning_accel.lightning.packages import LightningModule
 from lightning_accel.lightning.run_engine import RunEngine
-from lightning_accel.lightning.run_state import RunState
-from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.start_rules import may_lack_memory
 from lightning_accel.lightning.step_outputs import StepOutputs
 from lightning_accel.lightning.step_retry import StepRetry
-from lightning_accel.lightning.technique_layers import BatchLayer, LoaderLayer
-from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
 from lightning_accel.step.layers import Layer, StepPipeline
 from lightning_accel.technique_run import Decisions
 from lightning_accel.techniques.base import Technique
-from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
 
 _LOOK = 0.01  # the largest share of a turn for the inspection before each switch
@@ -59,31 +53,18 @@ class Run:
         purse: Purse | None = None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]] = tuple,
     ) -> None:
-        self._module, self._plan, self._precision, self._kept = module, plan, precision, kept
-        self._purse, self._loggers = purse, loggers
+        self.trainer, self._purse, self._loggers = module.trainer, purse, loggers
         self.engine = RunEngine(module, host, plan, precision, kept, purse)
         self.is_fitting = self.engine.is_fitting
         self.is_started = False
-        self._is_answering = plan.on_oom != "off"
-        # FSDP's ranks gather parameters within a step, so that no rank can repeat it alone.
-        self._can_repeat = not isinstance(module.trainer.strategy, ModelParallelStrategy)
-        may_split = plan.on_oom == "split" and self.is_fitting and self._can_repeat
-        self._split = SplitBatches(self.engine) if may_split else None
-        self.memory = OomRecovery(self.engine, is_on=self._is_answering, split=self._split, leave=self._leave_page)
+        self.memory = OomRecovery(self.engine)
         self._retry: StepRetry | None = None
         self._outputs: StepOutputs | None = None
         self._stepping: Optimizer | None = None  # the optimizer that stepped last
+        self.live: LiveTuning | None = None
         self._others = PatchSet()  # patches that stay while the pipeline is removed
         self.pipeline = StepPipeline()
         self._switches, self._look_s = 0, 0.0  # seconds of the latest search for tensors that outlive a step
-
-    @property
-    def trainer(self) -> Trainer:
-        return self._module.trainer
-
-    @property
-    def live(self) -> LiveTuning | None:
-        return self.engine.live
 
     @property
     def is_over(self) -> bool:
@@ -95,55 +76,44 @@ class Run:
 
     def guard(self) -> None:
         """Guards the steps before :meth:`start` against a lack of memory, if one is possible."""
-        if self._is_answering and may_lack_memory(self._module.trainer.strategy.root_device):
+        if self.memory.is_on and may_lack_memory(self.engine.context.device):
             self.pipeline.add(*self._guards())
 
     def start(self, left_out: Mapping[str, str] | None = None, program: Key | None = None) -> None:
         """Starts all parts. If it raises an error, :meth:`close` undoes its changes."""
-        trainer, plan, engine = self._module.trainer, self._plan, self.engine
-        wants_pipeline = getattr(trainer.strategy, "wants_pipeline", False)
+        engine, plan, kept = self.engine, self.engine.plan, self.engine.kept
         self.is_started = True
         self.pipeline.clear()
         engine.begin(left_out)
-        self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
+        self.memory.put_on_again()
         self.pipeline.add(*self._guards())
         if engine.alters_steps:
-            self.pipeline.add(BatchLayer(trainer, engine, self._with_own_layouts))
+            self.pipeline.add(BatchLayer(engine))
         if self.is_fitting and any(type(one).loader is not Technique.loader for one in engine.context.techniques):
-            self._add(LoaderLayer(trainer, engine, is_piped=wants_pipeline))
-        if plan.preprocess or wants_pipeline:
-            transforms = plan.of("preprocess").transforms
-            self._add(BatchTransfer(trainer, engine, transforms, self._precision.image_dtype))
+            self._add(LoaderLayer(engine))
+        if plan.preprocess or getattr(self.trainer.strategy, "wants_pipeline", False):
+            self._add(BatchTransfer(engine))
         if self.is_fitting:
             if plan.trust == "measured" and (engine.alters_steps or engine.is_at_work):
-                engine.live = LiveTuning(
-                    trainer,
-                    engine,
-                    self._kept.tuning,
-                    self._loggers,
-                    self._switched,
-                    repr(plan),
-                    self._purse,
-                    program,
-                )
-                self._add(*engine.live.turns.patches())
-        elif self._kept.tuning is not None and plan.trust != "checked":
-            set_choices(engine, engine.arms(), self._kept.tuning.choices)
+                self.live = engine.live = LiveTuning(engine, self._loggers, self._switched, program)
+                self._add(*self.live.patches())
+        elif kept.tuning is not None and plan.trust != "checked":
+            set_choices(engine, engine.arms(), kept.tuning.choices)
 
     def _guards(self) -> Iterator[Layer]:
         """Yields the layers that guard the steps of this run."""
-        precision = self._precision
-        if self._split is not None:
-            yield self._split
+        engine, precision, is_on = self.engine, self.engine.precision, self.memory.is_on
+        if self.memory.split is not None:
+            yield self.memory.split
         if isinstance(precision, AutocastPrecision):  # XLA has another precision, and executes a step after its end
-            engine = self.engine
             self._outputs = StepOutputs(engine, self._can_repeat_step)
             if engine.alters_steps:
                 yield self._outputs
-            if self._can_repeat and (engine.alters_steps or (self._is_answering and self.is_fitting)):
+            # FSDP's ranks gather parameters within a step, so that no rank can repeat it alone.
+            if not engine.is_sharded and (engine.alters_steps or (is_on and self.is_fitting)):
                 self._retry = StepRetry(engine, precision, self._outputs, self.memory)
                 yield self._retry
-        if self._is_answering:
+        if is_on:
             yield self.memory
 
     def close(self) -> None:
@@ -157,34 +127,23 @@ class Run:
     def keep(self) -> None:
         """Stores the verdicts and settings of the run in ``kept``, for the next run and for checkpoints."""
         if self.is_fitting:
-            self._kept.put_on = self.memory.written
+            self.engine.kept.put_on = self.memory.written
         if self.live is not None:
-            self._kept.tuning = self.live.settled
+            self.engine.kept.tuning = self.live.settled
 
     def resume(self, decisions: Decisions) -> None:
         """Continues from a checkpoint after the run state was loaded from it."""
         self.engine.decisions.update(decisions)
-        self.memory.put_on_again(self._kept.put_on if self.is_fitting else [])
+        self.memory.put_on_again()
         self.engine.carry_out(decisions)
-        if self.live is not None and self._kept.tuning is not None:
-            self.live.resumed = self._kept.tuning
-
-    def _leave_page(self, page: StepMemoryError) -> None:
-        """Writes the page to a file. In a fit, the SpeedMemoryLogger does so."""
-        if self._plan.report and not self.is_fitting:
-            leave_page_of_evaluation(self._module.trainer, page)
+        if self.live is not None and self.engine.kept.tuning is not None:
+            self.live.resumed = self.engine.kept.tuning
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Shows an optimizer that is about to step to the techniques. It may have been made during the run."""
         if optimizer is not self._stepping:
             self._stepping = optimizer
             self.engine.add_optimizers([optimizer])
-
-    def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
-        """Gives the tensors of a checkpoint the memory layouts that the user's tensors had before the run."""
-        memory_format = self.engine.technique(MemoryFormat)
-        if memory_format is not None:
-            restore_layouts(checkpoint, self._module, self._module.trainer.optimizers, memory_format.strides())
 
     def _switched(self, is_plain: bool) -> None:
         """Prepares, between two steps, for a next step that runs differently from the last one."""
@@ -194,7 +153,7 @@ class Run:
             self._look_s = seconds() - began
             if self._purse is not None:
                 self._purse.pay("looking for what outlives a step", self._look_s)
-        if self._purse is None or may_lack_memory(self._module.trainer.strategy.root_device):
+        if self._purse is None or may_lack_memory(self.engine.context.device):
             return
         with self._purse.paying("switching"):
             self.pipeline.let_stand(not is_plain)
@@ -212,7 +171,3 @@ class Run:
         for patch in patches:
             self._others.add(patch)
             patch.apply()
-
-    def _with_own_layouts(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self.restore_layouts(checkpoint := {"state_dict": state_dict})
-        return checkpoint["state_dict"]

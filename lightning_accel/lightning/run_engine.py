@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from typing_extensions import override
 
 from lightning_accel.assembly import build_context
 from lightning_accel.core.host import Host
+from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.live_trials import LiveTuning
+from lightning_accel.lightning.met_programs import RunState
 from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, TrainerFn
-from lightning_accel.lightning.run_state import RunState
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
 from lightning_accel.techniques.registry import declarations
+
+
+class Trials(Protocol):
+    """The live trials of a run; see :class:`~lightning_accel.lightning.live_trials.LiveTuning`."""
+
+    def yields(self, error: Exception) -> bool: ...
+    def lose(self, name: str) -> None: ...
+    def give_up(self) -> None: ...
+    def interrupt(self) -> None: ...
 
 
 class RunEngine(Engine):
@@ -24,13 +36,17 @@ class RunEngine(Engine):
 
     Attributes:
         module: The module of the run.
+        plan: Its settings.
         precision: The precision of its steps.
+        kept: The results of earlier runs, and those that this run leaves.
+        purse: What it may pay for trials; None if there is no limit.
         context: The data that its techniques share.
         is_fitting: Whether the run is a fit.
+        is_sharded: Whether the parameters are sharded over processes.
         live: The live trials; None if there are none.
     """
 
-    live: LiveTuning | None = None
+    live: Trials | None = None
 
     def __init__(
         self,
@@ -41,13 +57,14 @@ class RunEngine(Engine):
         kept: RunState,
         purse: Purse | None,
     ) -> None:
-        self.module, self.precision, trainer = module, precision, module.trainer
+        self.module, self.plan, self.precision, self.kept, self.purse = module, plan, precision, kept, purse
+        trainer = module.trainer
         self.context = build_context(plan, module, host, device=trainer.strategy.root_device)
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
-        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+        self.is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
         # Training keeps the ranks in step. In evaluation, each rank has its own number of batches, perhaps none. Ranks
         # then depend on each other, and may wait for a decision of rank 0, only if shards are gathered.
-        steps_with_others = trainer.world_size > 1 and (self.is_fitting or is_sharded)
+        steps_with_others = trainer.world_size > 1 and (self.is_fitting or self.is_sharded)
         super().__init__(
             module,
             host,
@@ -56,7 +73,7 @@ class RunEngine(Engine):
             strict=plan.strict,
             agree=trainer.strategy.broadcast if steps_with_others else None,
             gather=gather if steps_with_others else None,
-            is_sharded=is_sharded,
+            is_sharded=self.is_sharded,
             # A trial without gradients proves nothing for a fit. A trial in a fit holds for evaluation, too.
             decisions=kept.decisions if self.is_fitting else kept.decisions_without_gradients | kept.decisions,
             purse=purse,
@@ -90,7 +107,13 @@ class RunEngine(Engine):
         if self.live is not None:
             self.live.give_up()
 
+    def restore_layouts(self, checkpoint: dict[str, Any]) -> None:
+        """Gives the tensors of a checkpoint the memory layouts that the user's tensors had before the run."""
+        memory_format = self.technique(MemoryFormat)
+        if memory_format is not None:
+            restore_layouts(checkpoint, self.module, self.module.trainer.optimizers, memory_format.strides())
+
     def interrupt(self) -> None:
         """Tells the live trials that no training step comes next."""
         if self.live is not None:
-            self.live.turns.interrupt()
+            self.live.interrupt()

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.batch_transfer import takes_loader
+from lightning_accel.lightning.met_programs import RunState
 from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, Trainer, TrainerFn
-from lightning_accel.lightning.run_state import RunState
 from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations

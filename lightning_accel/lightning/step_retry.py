@@ -17,8 +17,7 @@ from lightning_accel.core.checks import SettingError
 from lightning_accel.core.oom_errors import free_what_failed, is_out_of_memory, without_frames
 from lightning_accel.core.report import AccelError, EditError
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.error_attribution import suspects
-from lightning_accel.lightning.fallbacks import Failure, with_fewer_edits, with_less_memory
+from lightning_accel.lightning.fallbacks import Failure, suspects, with_fewer_edits, with_less_memory
 from lightning_accel.lightning.oom_recovery import OomRecovery
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD, StepOutputs

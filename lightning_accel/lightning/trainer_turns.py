@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from typing_extensions import override
@@ -19,7 +20,7 @@ from lightning_accel.tuning.trials import LiveTrials
 _REPEATS = 3  # repetitions of a turn that does not count
 
 
-class TrainerTurns(Turns[LiveTrials]):
+class TrainerTurns(Turns[LiveTrials], ABC):
     """Turns that follow the events of a Trainer.
 
     A turn begins with the request for the next batch after an optimizer step. Arms are switched there, so that the
@@ -30,11 +31,15 @@ class TrainerTurns(Turns[LiveTrials]):
         expects_batch: Whether the next batch is a training batch; a fit validates, too.
     """
 
-    def __init__(self, trainer: Trainer, make_trials: Callable[[Any], LiveTrials | None]) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(timeline_of(trainer))
         self.expects_batch = self._was_skipped = False
-        self._trainer, self._make_trials = trainer, make_trials
+        self._trainer = trainer
         self._steps = 0  # optimizer steps when the current turn began
+
+    @abstractmethod
+    def _make_trials(self, batch: Any) -> LiveTrials | None:
+        """Returns the trials once they can begin; None before."""
 
     def patches(self) -> Iterator[Patch]:
         """Yields the layers that report each fetch, the end of each step, and checkpoints within a step."""

@@ -14,10 +14,10 @@ from lightning_accel.core import xla
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.store import xla_folder
 from lightning_accel.lightning.added_logger import AddedLogger
+from lightning_accel.lightning.met_programs import RunState
 from lightning_accel.lightning.packages import LightningModule, XLAPrecision, own
 from lightning_accel.lightning.plugin_base import Reports
 from lightning_accel.lightning.run import Run
-from lightning_accel.lightning.run_state import RunState
 from lightning_accel.lightning.trainer_plugin import TrainerPlugin
 from lightning_accel.lightning.xla_compilations import Compilations
 from lightning_accel.settings import Plan, without_answers

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_accel.core.report import EditError
-from lightning_accel.lightning.error_attribution import suspects
+from lightning_accel.lightning.fallbacks import suspects
 from lightning_accel.techniques.memory_format import MemoryFormat
 
 

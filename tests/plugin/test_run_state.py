@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_accel.core.measured import Measurement
-from lightning_accel.lightning.run_state import RunState
+from lightning_accel.lightning.met_programs import RunState
 from lightning_accel.techniques.technique_context import Verdict
 
 

@@ -17,7 +17,6 @@ from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.experiment.store import DamagedError, Key
-from lightning_accel.lightning.met_programs import program_of
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.trainer_turns import TrainerTurns
 from lightning_accel.techniques.arms import OFF, Arm
@@ -46,16 +45,16 @@ class LiveTuning(TrainerTurns):
         engine: RunEngine,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]],
         switched: Callable[[bool], Any],
-        program: Key | None,
     ) -> None:
         super().__init__(engine.module.trainer)
-        self._engine, self._loggers, self._switched, self._program = engine, loggers, switched, program
+        self._engine, self._loggers, self._switched = engine, loggers, switched
+        self._program = engine.program.key
         self.resumed = engine.kept.tuning
         self._told: Choices | None = None  # the choices last printed on the console
         self._searches = Searches(self._trainer)
         self._key: Key | None = None
         self._known: Tuning | None = None
-        self._has_met = program is not None  # the first batch was met
+        self._has_met = self._program is not None  # the first batch was met
         self._seen = 0  # training batches so far
         self._quiet_batches = 0
         self._arms: list[Arm] = []
@@ -168,8 +167,7 @@ class LiveTuning(TrainerTurns):
             return
         if torch.are_deterministic_algorithms_enabled():  # an edit applied from the first step on changes rounding
             return
-        engine = self._engine
-        self._program = program_of(engine.module, batch, engine.host, engine.plan)
+        self._program = self._engine.program.key_with(batch)
         known = None
         if trainer.is_global_zero and self._program is not None:
             known = verdict_cache.recall(self._program)

@@ -116,14 +116,24 @@ def signature_of(module: LightningModule, plan: Plan) -> Any:
     return kinds, shapes, terms, plan
 
 
-class FitProgram:
-    """The knowledge of one fit's program."""
+class Program:
+    """A module on which a run carries out a plan, with what earlier runs tell about it.
+
+    Attributes:
+        module: The module.
+        host: The machine.
+        plan: The settings.
+        kept: The results of earlier runs of the module.
+        key: The key in the cache of verdicts, once a fit that began plain has looked it up.
+        known: The cache's entry.
+        earlier: The tuning that an earlier fit of this program in this process has settled.
+    """
 
     def __init__(self, module: LightningModule, host: Host, plan: Plan, kept: RunState) -> None:
-        self.module, self.plan, self.kept, self._host = module, plan, kept, host
-        self.program: Key | None = None  # the key in the cache of verdicts, once it was looked up
-        self.known: Known | None = None  # the cache's entry
-        self.earlier: Tuning | None = None  # what an earlier fit of this program in this process has settled
+        self.module, self.host, self.plan, self.kept = module, host, plan, kept
+        self.key: Key | None = None
+        self.known: Known | None = None
+        self.earlier: Tuning | None = None
         self._compiling_ms = compiling_ms()
         self._signature: Any = None
         self._held = ""  # a description of the module's contents before the first step changes them
@@ -177,10 +187,16 @@ class FitProgram:
 
     def recall(self) -> None:
         """Looks the program up in the cache of verdicts."""
-        if self.program is None and not self.kept.is_decided:
+        if self.key is None and not self.kept.is_decided:
             if self._held:
-                self.program = program_of(self.module, self._first, self._host, self.plan, self._held)
-            self.known = None if self.program is None else verdict_cache.recall(self.program)
+                self.key = self.key_with(self._first, self._held)
+            self.known = None if self.key is None else verdict_cache.recall(self.key)
+
+    def key_with(self, batch: Any, held: str | None = None) -> Key | None:
+        """Returns the key of the program whose first batch this is. None if it has no key."""
+        trainer = self.module.trainer
+        settings = f"{self.plan!r}, {trainer.world_size} ranks, {type(trainer.strategy)}"
+        return program_key(self.module, batch, self.host.described, settings, held)
 
     def restart(self, settled: Tuning) -> None:
         """Makes ``settled`` the only known results."""
@@ -198,9 +214,3 @@ class FitProgram:
             met.tuning = copy.deepcopy(settled) or met.tuning
         elif self._signature is not None and step_s is not None:
             PROGRAMS[self._signature] = Met(self._whole, step_s)
-
-
-def program_of(module: LightningModule, batch: Any, host: Host, plan: Plan, held: str | None = None) -> Key | None:
-    """Returns the key of the program that trains a module on a batch with a plan. None if it has no key."""
-    settings = f"{plan!r}, {module.trainer.world_size} ranks, {type(module.trainer.strategy)}"
-    return program_key(module, batch, host.described, settings, held)

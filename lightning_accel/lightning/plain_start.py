@@ -18,8 +18,7 @@ from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.open_purse import NOTICED_S
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import rank_zero_info
-from lightning_accel.experiment.store import Key
-from lightning_accel.lightning.met_programs import FitProgram
+from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.packages import ParallelStrategy, Trainer
 from lightning_accel.lightning.plain_steps import PlainSteps
 from lightning_accel.lightning.run import Run
@@ -42,11 +41,11 @@ class PlainStart:
 
     def __init__(
         self,
-        program: FitProgram,
+        program: Program,
         purse: Purse,
         run: Run | None,  # that was made already, since memory may run out
         make_run: Callable[[], Run],
-        start: Callable[[Run, Mapping[str, str], Key | None], None],
+        start: Callable[[Run, Mapping[str, str]], None],
         stay_plain: Callable[[str], None],
         *,
         wins_untried: bool,
@@ -177,7 +176,7 @@ class PlainStart:
             if sum(tried.values()) > NOTICED_S:
                 took = f"{sum(tried.values()):.0f} s"
                 rank_zero_info(f"lightning-accel: trying {', '.join(tried)} on this step, about {took}")
-            self._start(run, left_out, self._program.program)
+            self._start(run, left_out)
             if run.live is not None:
                 run.live.recall(self._program.known, self._program.earlier)
         self.steps.are_plain = False

@@ -16,10 +16,9 @@ from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
-from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
-from lightning_accel.lightning.met_programs import FitProgram, RunState
+from lightning_accel.lightning.met_programs import Program, RunState
 from lightning_accel.lightning.packages import LightningModule, TrainerFn
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.lightning.plugin_base import Reports
@@ -99,11 +98,10 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if is_fitting:
             self._memory_schedule = None
             self._added_logger = AddedLogger.where_wanted(self.plan, trainer, module)
-        is_plain = begins_plain(self.plan, module, host, precision, self._kept)
+        program = Program(module, host, self.plan, self._kept)
+        is_plain = begins_plain(program, precision)
         self.purse = Purse() if is_plain and is_fitting else None
-        make_run = functools.partial(
-            Run, module, host, self.plan, self, self._kept, self.purse, functools.partial(self._loggers, trainer)
-        )
+        make_run = functools.partial(Run, program, self, self.purse, functools.partial(self._loggers, trainer))
         start = functools.partial(self._start, precision, reason)
         # A fit, or what it has left in a checkpoint, may have settled what evaluations are to do as well.
         is_proven = self._kept.tuning is not None and self._kept.tuning.is_proven
@@ -111,7 +109,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             start(make_run())
             return module
         self.set_precision("32-true" if self._asked == "auto" else precision)
-        self._reports.begin(plain_report(host, self.plan, self.precision), is_fitting=is_fitting)
+        self._reports.begin(plain_report(program, self.precision), is_fitting=is_fitting)
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
             self._run.guard()
@@ -121,8 +119,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             return module
         assert self.purse is not None
         wins_untried = self._asked == "auto" and precision != "32-true"
-        known = FitProgram(module, host, self.plan, self._kept)
-        terms = known, self.purse, self._run, make_run, start, self._stay_plain
+        terms = program, self.purse, self._run, make_run, start, self._stay_plain
         self._plain_start = PlainStart(*terms, wins_untried=wins_untried)
         self.purse.pay("getting ready", seconds() - began)
         return module
@@ -133,7 +130,6 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         reason: str,
         run: Run,
         left_out: Mapping[str, str] | None = None,
-        program: Key | None = None,
     ) -> None:
         """Puts the plan to work: when the run starts, or between two steps of a fit that began plain."""
         self._run = run
@@ -141,7 +137,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         report = run.engine.report
         self._reports.begin(report, is_fitting=run.is_fitting)
         report.of("precision").change("decided", f"{precision}: {reason}", is_on=precision != "32-true")
-        run.start(left_out, program)
+        run.start(left_out)
         if self._plain_start is not None:
             self._meet(run.trainer.optimizers)
 

@@ -8,21 +8,17 @@ from torch.optim import Optimizer
 
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.clocks import seconds
-from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
-from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.batch_transfer import BatchLayer, BatchTransfer, LoaderLayer
 from lightning_accel.lightning.live_trials import LiveTuning, set_choices
-from lightning_accel.lightning.met_programs import RunState
+from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.oom_recovery import OomRecovery
-from lightning_accel.lightning.packages import LightningModule
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.start_rules import may_lack_memory
 from lightning_accel.lightning.step_outputs import StepOutputs
 from lightning_accel.lightning.step_retry import StepRetry
-from lightning_accel.settings import Plan
 from lightning_accel.step.layers import Layer, StepPipeline
 from lightning_accel.technique_run import Decisions
 from lightning_accel.techniques.base import Technique
@@ -45,20 +41,16 @@ class Run:
 
     def __init__(
         self,
-        module: LightningModule,
-        host: Host,
-        plan: Plan,
+        program: Program,
         precision: Autocast,
-        kept: RunState,
         purse: Purse | None = None,
         loggers: Callable[[], Sequence[SpeedMemoryLogger]] = tuple,
     ) -> None:
-        self.trainer, self._purse, self._loggers = module.trainer, purse, loggers
-        self.engine = RunEngine(module, host, plan, precision, kept, purse)
+        self.trainer, self._purse, self._loggers = program.module.trainer, purse, loggers
+        self.engine = RunEngine(program, precision, purse)
         self.is_fitting = self.engine.is_fitting
         self.is_started = False
         self.memory = OomRecovery(self.engine)
-        self._retry: StepRetry | None = None
         self._outputs: StepOutputs | None = None
         self._stepping: Optimizer | None = None  # the optimizer that stepped last
         self.live: LiveTuning | None = None
@@ -79,7 +71,7 @@ class Run:
         if self.memory.is_on and may_lack_memory(self.engine.context.device):
             self.pipeline.add(*self._guards())
 
-    def start(self, left_out: Mapping[str, str] | None = None, program: Key | None = None) -> None:
+    def start(self, left_out: Mapping[str, str] | None = None) -> None:
         """Starts all parts. If it raises an error, :meth:`close` undoes its changes."""
         engine, plan, kept = self.engine, self.engine.plan, self.engine.kept
         self.is_started = True
@@ -95,7 +87,7 @@ class Run:
             self._add(BatchTransfer(engine))
         if self.is_fitting:
             if plan.trust == "measured" and (engine.alters_steps or engine.is_at_work):
-                self.live = engine.live = LiveTuning(engine, self._loggers, self._switched, program)
+                self.live = engine.live = LiveTuning(engine, self._loggers, self._switched)
                 self._add(*self.live.patches())
         elif kept.tuning is not None and plan.trust != "checked":
             set_choices(engine, engine.arms(), kept.tuning.choices)
@@ -106,13 +98,12 @@ class Run:
         if self.memory.split is not None:
             yield self.memory.split
         if isinstance(precision, AutocastPrecision):  # XLA has another precision, and executes a step after its end
-            self._outputs = StepOutputs(engine, self._can_repeat_step)
+            self._outputs = StepOutputs(engine)
             if engine.alters_steps:
                 yield self._outputs
             # FSDP's ranks gather parameters within a step, so that no rank can repeat it alone.
             if not engine.is_sharded and (engine.alters_steps or (is_on and self.is_fitting)):
-                self._retry = StepRetry(engine, precision, self._outputs, self.memory)
-                yield self._retry
+                yield StepRetry(engine, precision, self._outputs, self.memory)
         if is_on:
             yield self.memory
 
@@ -163,9 +154,6 @@ class Run:
         self._switches += 1
         turn_s = None if self._purse is None else self._purse.turn_s
         return turn_s is None or self._look_s <= _LOOK * turn_s or self._switches.bit_count() == 1
-
-    def _can_repeat_step(self) -> bool:
-        return self._retry is not None and self._retry.can_repeat
 
     def _add(self, *patches: Patch) -> None:
         for patch in patches:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from typing_extensions import override
 
 from lightning_accel.assembly import build_context
-from lightning_accel.core.host import Host
 from lightning_accel.core.layout import restore_layouts
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import gather
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.engine import Engine
-from lightning_accel.lightning.met_programs import RunState
-from lightning_accel.lightning.packages import LightningModule, ModelParallelStrategy, TrainerFn
-from lightning_accel.settings import Plan
+from lightning_accel.lightning.met_programs import Program
+from lightning_accel.lightning.packages import ModelParallelStrategy, TrainerFn
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
@@ -35,30 +34,26 @@ class RunEngine(Engine):
     """An engine that has not begun, with the results of earlier runs and the agreement between ranks.
 
     Attributes:
-        module: The module of the run.
-        plan: Its settings.
-        precision: The precision of its steps.
+        program: The module, its plan, and the results of earlier runs.
+        precision: The precision of the steps.
+        purse: What the run may pay for trials; None if there is no limit.
+        module: The program's module.
+        plan: The program's plan.
         kept: The results of earlier runs, and those that this run leaves.
-        purse: What it may pay for trials; None if there is no limit.
         context: The data that its techniques share.
         is_fitting: Whether the run is a fit.
         is_sharded: Whether the parameters are sharded over processes.
         live: The live trials; None if there are none.
+        can_repeat_step: Tells whether the current step can be repeated if an edit raises an error in it.
     """
 
     live: Trials | None = None
 
-    def __init__(
-        self,
-        module: LightningModule,
-        host: Host,
-        plan: Plan,
-        precision: Autocast,
-        kept: RunState,
-        purse: Purse | None,
-    ) -> None:
-        self.module, self.plan, self.precision, self.kept, self.purse = module, plan, precision, kept, purse
-        trainer = module.trainer
+    def __init__(self, program: Program, precision: Autocast, purse: Purse | None) -> None:
+        self.program, self.precision, self.purse = program, precision, purse
+        self.can_repeat_step: Callable[[], bool] = lambda: False
+        self.module, self.plan, self.kept = module, plan, kept = program.module, program.plan, program.kept
+        trainer, host = module.trainer, program.host
         self.context = build_context(plan, module, host, device=trainer.strategy.root_device)
         self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)

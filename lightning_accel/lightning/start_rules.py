@@ -7,11 +7,10 @@ import math
 import torch
 from torch import nn
 
-from lightning_accel.core.host import Host
 from lightning_accel.core.report import Report
 from lightning_accel.lightning.batch_transfer import takes_loader
-from lightning_accel.lightning.met_programs import RunState
-from lightning_accel.lightning.packages import LightningModule, ParallelStrategy, Strategy, Trainer, TrainerFn
+from lightning_accel.lightning.met_programs import Program
+from lightning_accel.lightning.packages import ParallelStrategy, Strategy, Trainer, TrainerFn
 from lightning_accel.memory.inventory import has_limit_of_its_own
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
@@ -31,21 +30,21 @@ def _asks_by_name(plan: Plan) -> bool:
     )
 
 
-def begins_plain(plan: Plan, module: LightningModule, host: Host, precision: str, kept: RunState) -> bool:
+def begins_plain(program: Program, precision: str) -> bool:
     """Returns whether a run begins as the user wrote it.
 
     It does not if its plan requests something by name, if time measurements may not decide, or if a technique that
     fails is an error. On several ranks, layouts must be known before the first step: only a run that is known to be
     short stays plain there, from start to end.
     """
-    trainer = module.trainer
+    plan, trainer = program.plan, program.module.trainer
     strategy: Strategy = trainer.strategy
     by_clock = plan.trust == "measured" and not torch.are_deterministic_algorithms_enabled()
-    is_new = trainer.ckpt_path is None and not kept.is_decided
+    is_new = trainer.ckpt_path is None and not program.kept.is_decided
     is_to_stay = is_rehearsal(trainer) or (is_new and _is_short_on_every_rank(trainer))
     is_alone = not isinstance(strategy, ParallelStrategy) or is_to_stay
     has_scaler = precision == "16-mixed" and plan.of("precision") == "auto"  # a scaler changes the kind of a step
-    feeds = getattr(strategy, "wants_pipeline", False) and host.kind != "cpu"
+    feeds = getattr(strategy, "wants_pipeline", False) and program.host.kind != "cpu"
     # A step that reads the loader directly has no moment at which the plan could start.
     is_plain = by_clock and is_alone and not (plan.strict or has_scaler or feeds or takes_loader(trainer))
     return is_plain and not _asks_by_name(plan)
@@ -64,13 +63,13 @@ def _is_short_on_every_rank(trainer: Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and turns < SHORT_ON_RANKS
 
 
-def plain_report(host: Host, plan: Plan, precision: str) -> Report:
+def plain_report(program: Program, precision: str) -> Report:
     """Returns the report of a run that begins as the user wrote it."""
-    report = Report(declarations(), device=host.described)
+    report = Report(declarations(), device=program.host.described)
     for name in declarations():
-        if not plan.is_off(name):
+        if not program.plan.is_off(name):
             report.of(name).change("waiting", _WAITS)
-    if plan.precision != "auto":
+    if program.plan.precision != "auto":
         report.of("precision").change("decided", f"{precision}: as asked", is_on=precision != "32-true")
     return report
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,8 @@ class StepOutputs(Layer):
 
     name = "outputs"
 
-    def __init__(self, engine: RunEngine, can_repeat: Callable[[], bool]) -> None:
+    def __init__(self, engine: RunEngine) -> None:
         self._engine, self._module, self._precision = engine, engine.module, engine.precision
-        self._can_repeat = can_repeat
         laid_out = engine.technique(MemoryFormat)
         self._memory_format = laid_out if laid_out is not None and laid_out.has_weights else None
         self._steps: Counter[str] = Counter()  # the number of steps in another form, by stage
@@ -107,7 +106,7 @@ class StepOutputs(Layer):
         if is_look or self._is_in_sight(form):
             self._look(stage, form, parameters)
         for technique, reason in self._engine.spoilt():
-            if self._can_repeat():
+            if self._engine.can_repeat_step():
                 raise EditError(technique, reason)
         return outputs
 
@@ -175,7 +174,7 @@ class StepOutputs(Layer):
         self._looked_at = form
         if not reasons:
             return
-        if moved and self._can_repeat():  # the gradient would have the parameter's wrong dtype
+        if moved and self._engine.can_repeat_step():  # the gradient would have the parameter's wrong dtype
             raise EditError("precision", reasons["precision"])
         self._leaving = reasons
 

@@ -42,6 +42,7 @@ class StepRetry(Layer):
     ) -> None:
         self._engine, self._module, self._precision = engine, engine.module, precision
         self._outputs, self._memory = outputs, memory
+        engine.can_repeat_step = self._can_repeat
         trainer = engine.module.trainer
         self._is_one_of_several = trainer.world_size > 1
         # DistributedDataParallel calls the module's own step after it has sent the buffers of rank 0 to all ranks.
@@ -68,9 +69,8 @@ class StepRetry(Layer):
         if self._attempt is not None:
             self._attempt.keep_again(self._state)
 
-    @property
-    def can_repeat(self) -> bool:
-        """Whether the current step can be repeated if an :class:`EditError` is raised in it."""
+    def _can_repeat(self) -> bool:
+        """Returns whether the current step can be repeated if an :class:`EditError` is raised in it."""
         return self._attempt is not None and not self._is_one_of_several and self._attempt.can_be_repeated()
 
     # -- the stages of a step --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lightning_accel.core import xla
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.store import xla_folder
 from lightning_accel.lightning.added_logger import AddedLogger
-from lightning_accel.lightning.met_programs import RunState
+from lightning_accel.lightning.met_programs import Program, RunState
 from lightning_accel.lightning.packages import LightningModule, XLAPrecision, own
 from lightning_accel.lightning.plugin_base import Reports
 from lightning_accel.lightning.run import Run
@@ -83,7 +83,7 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
         on_oom = self.plan.on_oom
         trust = "checked" if self.plan.trust == "measured" else self.plan.trust
         plan = self.plan.replace(trust=trust, memory=without_answers(self.plan.memory))
-        self._run = Run(module, host, plan, self, RunState())
+        self._run = Run(Program(module, host, plan, RunState()), self)
         report = self._run.engine.report
         self._reports.begin(report, is_fitting=self._run.is_fitting)
         report.of("precision").change("decided", f"{self.precision}: {reason}", is_on=self.precision != "32-true")

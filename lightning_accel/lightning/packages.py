@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
     from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
     from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
-    from lightning.pytorch.strategies import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from lightning.pytorch.strategies import Strategy as Strategy
     from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
-    from lightning.pytorch.strategies import XLAStrategy as XLAStrategy
+    from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
+    from lightning.pytorch.strategies.xla import XLAStrategy as XLAStrategy
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
     from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn

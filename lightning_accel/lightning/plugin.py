@@ -205,10 +205,9 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             self._interrupt()
         if stage != "train":
             return super()._step(stage)
+        step = super()._step(stage)
         if self._run is None and self._plain_start is not None and self._plain_start.is_by_hand:
-            step = self._plain_start.around(self.forward_context())
-        else:
-            step = super()._step(stage)
+            step = self._plain_start.around(step)
         return step if self.scaler is None else self._scaled_step(step)
 
     @override

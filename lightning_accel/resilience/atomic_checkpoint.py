@@ -39,11 +39,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             OSError: Writing failed, for example for lack of space. The previous file is still at ``path``.
             TypeError: ``storage_options`` were given.
         """
-        local_path = _local_path(path)
-        if storage_options is not None or local_path is None:
+        protocol, is_url, local_path = str(path).rpartition("://")
+        if storage_options is not None or (is_url and protocol != "file"):
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            save_atomically(checkpoint, local_path)
+            save_atomically(checkpoint, os.path.expanduser(local_path))
 
 
 def save_atomically(checkpoint: Any, path: str | Path) -> None:
@@ -110,11 +110,6 @@ def discard(temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     else:
         temporary.unlink(missing_ok=True)
-
-
-def _local_path(path: str | Path) -> str | None:
-    protocol, is_url, rest = str(path).rpartition("://")
-    return os.path.expanduser(rest) if not is_url or protocol == "file" else None
 
 
 def _target(path: str | Path) -> Path:

@@ -18,6 +18,7 @@ from lightning_accel.lightning.packages import (
     Strategy,
     Trainer,
     WeightAveraging,
+    callbacks_of,
     in_use,
     is_overridden,
     own,
@@ -260,10 +261,8 @@ class AccelFSDPStrategy(ShardedCheckpoints):
 
 
 def _check_callbacks(trainer: Trainer) -> None:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise ValueError(
-                f"{type(callback).__name__} keeps a copy of the whole module, which it has made before accel_fsdp"
-                " shards it. Use strategy='accel_ddp', or train without it."
-            )
+    for callback in callbacks_of(trainer, WeightAveraging, StochasticWeightAveraging):
+        raise ValueError(
+            f"{type(callback).__name__} keeps a copy of the whole module, which it has made before accel_fsdp shards"
+            " it. Use strategy='accel_ddp', or train without it."
+        )

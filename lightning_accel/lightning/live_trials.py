@@ -13,7 +13,6 @@ from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.callbacks._tuner_searches import Searches
 from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.heap import release_free_memory
-from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather, rank_zero_info
 from lightning_accel.experiment.store import DamagedError, Key
@@ -76,27 +75,10 @@ class LiveTuning(TrainerTurns):
         """Returns the trials' results once they are settled; None before."""
         return self.tuning if self.tuning is not None and self.tuning.is_settled else None
 
-    def yields(self, error: Exception) -> bool:
-        """Reverts the arm that was on trial in a step that raised. Returns whether there was one.
-
-        If the run without the arms on trial has no memory, the arms stay and the trials end.
-        """
-        if self.trials is None:
-            return False
-        if is_out_of_memory(error):
-            return self.trials.failed("out of memory") or self.trials.original_failed()
-        return self.trials.failed("raised an error")
-
+    @override
     def lose(self, name: str) -> None:
-        """Removes an arm whose technique was taken back."""
         self._arms = [arm for arm in self._arms if arm.name != name]
-        if self.trials is not None:
-            self.trials.lose(name)
-
-    def give_up(self) -> None:
-        """Ends all trials, since nothing is left to switch."""
-        if self.trials is not None:
-            self.trials.give_up()
+        super().lose(name)
 
     @override
     def _make_trials(self, batch: Any) -> LiveTrials | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
@@ -15,19 +15,11 @@ from lightning_accel.core.states import VerdictKind
 from lightning_accel.engine import Engine
 from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.packages import ModelParallelStrategy, TrainerFn
+from lightning_accel.lightning.trainer_turns import TrainerTurns
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.memory_format import MemoryFormat
 from lightning_accel.techniques.mixed_precision import Autocast
 from lightning_accel.techniques.registry import declarations
-
-
-class Trials(Protocol):
-    """The live trials of a run; see :class:`~lightning_accel.lightning.live_trials.LiveTuning`."""
-
-    def yields(self, error: Exception) -> bool: ...
-    def lose(self, name: str) -> None: ...
-    def give_up(self) -> None: ...
-    def interrupt(self) -> None: ...
 
 
 class RunEngine(Engine):
@@ -47,7 +39,7 @@ class RunEngine(Engine):
         can_repeat_step: Tells whether the current step can be repeated if an edit raises an error in it.
     """
 
-    live: Trials | None = None
+    live: TrainerTurns | None = None
 
     def __init__(self, program: Program, precision: Autocast, purse: Purse | None) -> None:
         self.program, self.precision, self.purse = program, precision, purse

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_accel.callbacks._fit_timeline import timeline_of
+from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.turns import Turns
@@ -59,6 +60,27 @@ class TrainerTurns(Turns[LiveTrials], ABC):
             # Trials begin after the next optimizer step. Ranks may disagree on which turns count.
             self.start(trials, repeats=_REPEATS * (trainer.world_size == 1))
             self._steps = trainer.global_step
+
+    def yields(self, error: Exception) -> bool:
+        """Reverts the arm that was on trial in a step that raised. Returns whether there was one.
+
+        If the run without the arms on trial has no memory, the arms stay and the trials end.
+        """
+        if self.trials is None:
+            return False
+        if is_out_of_memory(error):
+            return self.trials.failed("out of memory") or self.trials.original_failed()
+        return self.trials.failed("raised an error")
+
+    def lose(self, name: str) -> None:
+        """Removes an arm whose technique was taken back."""
+        if self.trials is not None:
+            self.trials.lose(name)
+
+    def give_up(self) -> None:
+        """Ends all trials, since nothing is left to switch."""
+        if self.trials is not None:
+            self.trials.give_up()
 
     def _fetch_begins(self) -> None:
         if not self.are_taken:

@@ -45,8 +45,8 @@ class BatchTransfer(Layer):
         trainer, transforms = engine.module.trainer, engine.plan.of("preprocess").transforms
         # If the training step reads the loader directly, Lightning transfers no batches.
         self._takes_loader = takes_loader(trainer)
-        self._why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty if there is a pipeline
-        stages = ["process_dataloader"] if not self._why_inline else ["batch_to_device"] if transforms else []
+        why_inline = "" if self._takes_loader else _why_inline(trainer)  # empty if there is a pipeline
+        stages = ["process_dataloader"] if not why_inline else ["batch_to_device"] if transforms else []
         super().__init__([(trainer.strategy, stages)])
         self._trainer = trainer
         self._report = engine.report
@@ -61,7 +61,7 @@ class BatchTransfer(Layer):
             )
             if self._preprocess.complaint:
                 engine.degrade(f"preprocess: {self._preprocess.complaint}. Until then NumPy does it on the host.")
-            when = f"at the transfer of each batch: {self._why_inline}" if self._why_inline else ""
+            when = f"at the transfer of each batch: {why_inline}" if why_inline else ""
             record = engine.report.of("preprocess")
             record.is_on = True
             record.status = f"{self._preprocess.describe()}; {when or 'the next batches while one is in work'}"
@@ -77,7 +77,7 @@ class BatchTransfer(Layer):
     def around_process_dataloader(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Returns a pipeline around a loader, or the loader itself if its batches must pass Lightning's hooks."""
         loader = call(*args, **kwargs)
-        if self._why_inline or (self._takes_loader and self._preprocess is None):
+        if self._takes_loader and self._preprocess is None:
             return loader
         strategy = self._trainer.strategy
         has_work = self._preprocess is not None or strategy.root_device.type != "cpu"

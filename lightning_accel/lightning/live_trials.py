@@ -123,12 +123,13 @@ class LiveTuning(TrainerTurns):
             return None
         if known is not None:
             self._record(known)
+        peak = PeakMemory(trainer.strategy.root_device)
         return LiveTrials(
             self._arms,
             turns,
             put=self._put,
             say=self._say,
-            peak=_peak_of(trainer.strategy.root_device),
+            peak=peak if peak.can_restart else None,
             gather=gather if trainer.world_size > 1 else None,
             known=known,
             is_trusted=known is not None and known is self.resumed,
@@ -235,8 +236,3 @@ def set_choices(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> Non
 
 def _rest(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> None:
     engine.disable(arm.name for arm in arms if arm.name not in choices)
-
-
-def _peak_of(device: torch.device) -> PeakMemory | None:
-    peak = PeakMemory(device)
-    return peak if peak.can_restart else None

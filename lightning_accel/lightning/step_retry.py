@@ -67,7 +67,7 @@ class StepRetry(Layer):
     def keep_again(self) -> None:
         """Takes the attempt's snapshot again, since rank 0 has sent its buffers after the step began."""
         if self._attempt is not None:
-            self._attempt.keep_again(self._state)
+            self._attempt.keep_again()
 
     def _can_repeat(self) -> bool:
         """Returns whether the current step can be repeated if an :class:`EditError` is raised in it."""

@@ -67,12 +67,12 @@ class Attempt:
                 pass
         return StateSnapshot(module, Level.FULL, module.device, also=also)
 
-    def keep_again(self, state: SmallState | None) -> None:
+    def keep_again(self) -> None:
         """Takes a snapshot of the module as it is now, since rank 0 sent its buffers after the step began."""
         try:
             # Without torch's random streams: the first snapshot has them, and a memory meter may be active by now.
-            self._snapshots.append((state or SmallState(self._module)).snapshot())
-            self._large = state.versions() if state else []
+            self._snapshots.append((self._state or SmallState(self._module)).snapshot())
+            self._large = self._state.versions() if self._state else []
         except Exception:  # an error of ours: the user's running step goes on
             self._is_kept = False
 

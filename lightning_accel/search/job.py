@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -66,6 +66,8 @@ class TuneJob:
                 " the module has a train_dataloader of its own."
             )
         plugin, device = trainer.precision_plugin, trainer.strategy.root_device
+        # The plan of a run whose Trainer has another precision plugin keeps the precision if it knows that one.
+        precision: Any = trainer.precision if trainer.precision in get_args(PrecisionSetting) else "32-true"
         # Lightning's default, which it sets when the run begins.
         default_epochs = 1000 if trainer.max_steps == -1 else -1
         options: dict[str, Any] = {
@@ -81,7 +83,7 @@ class TuneJob:
         return cls(
             model=model,
             data=data,
-            plan=plugin.plan if isinstance(plugin, AccelPlugin) else _plan_for(trainer.precision),
+            plan=plugin.plan if isinstance(plugin, AccelPlugin) else Plan(precision=precision),
             options=options,
             accumulate=trainer.accumulate_grad_batches,
             max_steps=trainer.max_steps,
@@ -149,10 +151,9 @@ class TuneJob:
         if isinstance(data, LightningDataModule):
             data = copy.copy(data)
             data.trainer = None
-        content = {**vars(self), "data": data}
         try:
             # The import path comes first, as it is needed to read the rest.
-            path.write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps(content))
+            path.write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps(replace(self, data=data)))
         except Exception as error:
             raise ValueError(
                 f"Tuning trains copies in other processes, and this module or its data cannot be copied:"
@@ -165,13 +166,8 @@ def read(path: Path) -> TuneJob:
     """Reads a job that :meth:`TuneJob.write` has written."""
     with path.open("rb") as file:
         sys.path[:] = pickle.load(file)
-        content: Mapping[str, Any] = cloudpickle.load(file)
-    return TuneJob(**content)
-
-
-def _plan_for(precision: str) -> Plan:
-    """Returns the plan for a run whose Trainer has another precision plugin."""
-    return Plan(precision=precision if precision in get_args(PrecisionSetting) else "32-true")  # type: ignore[arg-type]
+        job: TuneJob = cloudpickle.load(file)
+    return job
 
 
 def _can_be_remade(loader: DataLoader[Any]) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 from lightning_accel.experiment.pair_schedule import Schedule
 from lightning_accel.experiment.pair_test import LEAST_RISE_BYTES, MEMORY_RISE, PairTest
-from lightning_accel.search.runs import TrialRun
-from lightning_accel.search.worker import Block
-from lightning_accel.tuning.comparison import Result, Verdict
+from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
+from lightning_accel.search.worker import Block, Failed, Ready
+from lightning_accel.tuning.comparison import Result
 
 Objective = Literal["speed", "memory", "balanced"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -26,6 +26,46 @@ MAX_PAIRS = 60
 _BLOCK_S = 0.1  # the least seconds of a block of turns
 _OTHER_MEMORY, _OTHER_TIME = 0.25, 4.0  # a share and a factor: runs that differ by more are different
 _FIRST_TURNS = 2  # turns from which the length of a turn is estimated
+
+
+class TrialRun:
+    """One training under a setup, which waits between two blocks of turns.
+
+    Raises:
+        SubprocessError: The training does not start.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.is_over = False  # whether it has ended
+        self.ready: Ready = self._answer()  # its message once it was warm
+        self.most_bytes: int = self.ready.peak_bytes  # peak memory, including the first steps
+
+    def block(self, turns: int) -> Block:
+        """Trains for so many turns.
+
+        Raises:
+            SubprocessError: The run has ended.
+        """
+        self._worker.send(turns)
+        answer: Block = self._answer()
+        self.most_bytes = max(self.most_bytes, answer.peak_bytes)
+        return answer
+
+    def close(self) -> None:
+        """Ends the run, and waits until its memory is free."""
+        self.is_over = True
+        self._worker.end()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._worker.answer()
+            if isinstance(answer, Failed):
+                raise SubprocessError(answer.message, is_memory=answer.is_memory)
+        except SubprocessError:
+            self.is_over = True
+            raise
+        return answer
 
 
 @dataclass(frozen=True)
@@ -48,11 +88,7 @@ class Facts:
 
     @classmethod
     def of(cls, run: TrialRun) -> Facts:
-        """Measures a run that has just begun, during a few more turns.
-
-        Raises:
-            lightning_accel.experiment.subprocess_runner.SubprocessError: The run has ended.
-        """
+        """Measures a run that has just begun, during a few more turns. Raises the errors of :meth:`TrialRun.block`."""
         first = run.block(_FIRST_TURNS)
         turns = _turns_in(_BLOCK_S, first.seconds / _FIRST_TURNS)
         block = run.block(turns)
@@ -122,14 +158,10 @@ class SetupSide:
     settle: int  # turns after a pause that do not count
 
     def seconds(self) -> float:
-        """Returns the seconds for a sample, measured on a block of turns.
-
-        Raises:
-            lightning_accel.experiment.subprocess_runner.SubprocessError: The run has ended.
-        """
+        """Returns the seconds for a sample, on a block of turns. Raises the errors of :meth:`TrialRun.block`."""
         if self.settle:
             self.run.block(self.settle)
-        block: Block = self.run.block(self.facts.block_turns)
+        block = self.run.block(self.facts.block_turns)
         return block.seconds / block.samples
 
 
@@ -137,14 +169,12 @@ def judged(name: str, original: SetupSide, candidate: SetupSide, test: PairTest,
     """Compares pairs of blocks, in a random order, until ``test`` is decided or ``seconds`` are over.
 
     Raises:
-        lightning_accel.experiment.subprocess_runner.SubprocessError: One of the runs has ended.
+        SubprocessError: One of the runs has ended.
     """
     pair_s = sum(side.facts.block_s(side.settle) for side in (original, candidate))
     max_pairs = min(MAX_PAIRS, max(MIN_PAIRS, int(seconds / pair_s)))
     schedule = Schedule()
-    verdict: Verdict | Literal[""] = ""
-    while not verdict:
+    while len(test) < max_pairs and not test.outcome():
         test.add(*schedule.pair(original.seconds, candidate.seconds))
-        verdict = test.outcome() or ("cannot tell" if len(test) >= max_pairs else "")
     turns = len(test) * (original.facts.block_turns + candidate.facts.block_turns)
-    return Result(name, verdict, test.interval(), turns)
+    return Result(name, test.outcome() or "cannot tell", test.interval(), turns)

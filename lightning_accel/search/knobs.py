@@ -16,7 +16,7 @@ from lightning_accel.search.job import TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.setup import TrialSetup
 
-Trying = Generator[TrialSetup, bool, None]
+Trying = Generator[TrialSetup, bool | None, None]
 """Yields changes to the best setup so far, and receives whether each was better."""
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.data.worker_schedule import LEAST_WAIT
@@ -46,7 +47,7 @@ class Search:
         self._bench, self._job, self._watcher = bench, bench.job, watcher
         self._keeps_effective_batch = keeps_effective_batch
         self._seconds, self._deadline = seconds, Deadline(seconds)
-        self._adopted: list[tuple[str, TrialSetup]] = []
+        self._adopted: dict[str, TrialSetup] = {}  # by knob
         self._start = _PLAIN  # the setup before any question: plain, or one that fits into the limit
         # Includes the notes of the bench.
         self.outcome = SearchOutcome(facts=bench.answers.facts, notes=bench.notes)
@@ -102,7 +103,7 @@ class Search:
                 raise ValueError(f"The run does not train: {error}. Mend that first; nothing was written.") from error
             plain = None
         if plain is None or plain.needed_bytes > self._bench.limit:
-            self.outcome.best = self._least()
+            self.outcome.best = self._start = self._least()
             plain = self._bench.facts(self._start)
         if self._left() < (least := self._bench.least_s(plain)):
             spent = self._seconds - self._deadline.left_s()
@@ -113,23 +114,7 @@ class Search:
 
     def _least(self) -> TrialSetup:
         """Returns the first setup that fits into the limit; setups that cost the least time come first."""
-        needed = {str(setup): facts.needed_bytes for setup, facts in self._smaller()}
-        limit = _in_words(self._bench.limit)
-        if not needed:
-            raise ValueError(f"memory_limit={limit}: nothing that needs less memory could be run here.")
-        *_, (last, peak) = needed.items()
-        if peak > self._bench.limit:
-            least = min(needed, key=lambda setup: needed[setup])
-            raise ValueError(
-                f"memory_limit={limit} is below what any setup needs here: the least was"
-                f" {_in_words(needed[least])}, with {least}. Give at least that, or a smaller model."
-            )
-        self.outcome.notes.append(f"As it is, the run does not fit into {limit}; with {last} it does.")
-        return self._start
-
-    def _smaller(self) -> Iterator[tuple[TrialSetup, Facts]]:
-        """Yields setups that need less and less memory, up to the first that fits, where the search begins."""
-        setup = _PLAIN
+        setup, needed, limit = _PLAIN, dict[str, int](), _in_words(self._bench.limit)
         size, effective = self._job.batch_size or 1, (self._job.batch_size or 1) * self._job.accumulate
         sizes = [size >> halved for halved in range(1, size.bit_length()) if size % (1 << halved) == 0]
         changes = [TrialSetup(plan={"gradient_checkpointing": mode}) for mode in ("selective", "full")]
@@ -142,10 +127,17 @@ class Search:
                 facts = self._bench.facts(tried)
             except SubprocessError:  # for example, a model without repeated blocks
                 continue
-            setup = self._start = tried
-            yield tried, facts
+            setup, needed[str(tried)] = tried, facts.needed_bytes
             if facts.needed_bytes <= self._bench.limit:
-                return
+                self.outcome.notes.append(f"As it is, the run does not fit into {limit}; with {tried} it does.")
+                return tried
+        if not needed:
+            raise ValueError(f"memory_limit={limit}: nothing that needs less memory could be run here.")
+        least = min(needed, key=needed.__getitem__)
+        raise ValueError(
+            f"memory_limit={limit} is below what any setup needs here: the least was"
+            f" {_in_words(needed[least])}, with {least}. Give at least that, or a smaller model."
+        )
 
     def _ask_all(self) -> None:
         bench = self._bench
@@ -157,37 +149,30 @@ class Search:
             self._ask(left.pop(), facts)
 
     def _ask(self, knob: Knob, facts: Facts) -> None:
-        tries = knob.tries(facts, self.outcome.best)
-        adopted = _PLAIN
-        try:
-            change = next(tries)
+        tries, is_better = knob.tries(facts, self.outcome.best), None
+        with suppress(StopIteration):
             while True:
-                candidate = self.outcome.best.with_(change)
-                result = self._compare(str(change), self.outcome.best, candidate)
-                if result.is_won:
-                    adopted = adopted.with_(change)
-                    self.outcome.best = candidate
-                self._watcher.told(result, self.outcome.best)
-                change = tries.send(result.is_won)
-        except StopIteration:
-            pass
-        finally:
-            if adopted != _PLAIN:
-                self._adopted.append((knob.name, adopted))
+                change = tries.send(is_better)
+                is_better = self._adopts(str(change), self.outcome.best.with_(change))
+                if is_better:
+                    self._adopted[knob.name] = self._adopted.get(knob.name, _PLAIN).with_(change)
 
     def _leave_one_out(self) -> None:
         """Removes changes that were adopted early and are no longer useful."""
         if len(self._adopted) < 2:
             return
-        for name, change in list(self._adopted):
-            kept = [(other, one) for other, one in self._adopted if other != name]
-            without = self._start
-            for _, one in kept:
-                without = without.with_(one)
-            result = self._compare(f"without {change}", self.outcome.best, without)
-            if result.is_won:
-                self.outcome.best, self._adopted = without, kept
-            self._watcher.told(result, self.outcome.best)
+        for name, change in list(self._adopted.items()):
+            kept = {other: one for other, one in self._adopted.items() if other != name}
+            if self._adopts(f"without {change}", reduce(TrialSetup.with_, kept.values(), self._start)):
+                self._adopted = kept
+
+    def _adopts(self, name: str, candidate: TrialSetup) -> bool:
+        """Returns whether a candidate is better than the best setup so far, whose place it then takes."""
+        result = self._compare(name, self.outcome.best, candidate)
+        if result.is_won:
+            self.outcome.best = candidate
+        self._watcher.told(result, self.outcome.best)
+        return result.is_won
 
     def _compare_whole(self) -> None:
         outcome = self.outcome

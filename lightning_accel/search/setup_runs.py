@@ -16,11 +16,11 @@ from lightning_accel.search.judging import (
     Facts,
     Objective,
     SetupSide,
+    TrialRun,
     judged,
     worth_of_memory,
     worth_of_start,
 )
-from lightning_accel.search.runs import TrialRun
 from lightning_accel.search.search_cache import Answers
 from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import Result, Verdict
@@ -99,8 +99,8 @@ class SetupRuns:
         except SubprocessError as error:
             if not error.is_memory or not self._alive.keys() - {setup.key}:
                 raise
-            self._keep()  # it may fit without another run beside it
-            return Facts.of(self.run(setup))
+        self._keep()  # it may fit without another run beside it
+        return Facts.of(self.run(setup))
 
     def compare(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
         """Compares the speed of two setups and decides which one is better, in about ``seconds``.

@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from lightning_accel.experiment.pair_test import PairTest
-from lightning_accel.search.judging import MAX_PAIRS, Facts, SetupSide, judged, worth_of_memory, worth_of_start
-from lightning_accel.search.runs import TrialRun
+from lightning_accel.search.judging import (
+    MAX_PAIRS,
+    Facts,
+    SetupSide,
+    TrialRun,
+    judged,
+    worth_of_memory,
+    worth_of_start,
+)
 from lightning_accel.search.worker import Block
 from lightning_accel.tuning.comparison import Result
 

@@ -8,7 +8,6 @@ compared with the tensor on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,6 @@ _GATHER = 0x8040201008040201 - (1 << 64)
 _SPREAD, _PICK = 0x0101010101010101, 0x0102040810204080
 
 
-@dataclass(slots=True)
-class Split:
-    """The nonzero words, and their positions."""
-
-    bits: Tensor  # (ceil(N / 8),) uint8, set where the word is not zero
-    values: Tensor  # the nonzero words, in order
-    counts: list[int]  # number of values in each piece of the words
-
-
 def mask_bits(words: Tensor, test: Test) -> Tensor:
     """Returns the bits of ``test(words)``: (N,) words → (ceil(N / 8),) uint8."""
     library, bits = _library(words), _empty_bits(words)
@@ -41,10 +31,14 @@ def mask_bits(words: Tensor, test: Test) -> Tensor:
     return bits
 
 
-def split_words(words: Tensor, max_values: int) -> Split | None:
+def split_words(words: Tensor, max_values: int) -> tuple[Tensor, Tensor, list[int]] | None:
     """Separates the nonzero words from zeros; None if there are more than ``max_values`` nonzero words.
 
     On a GPU this waits for the device once, to learn how much memory the values need.
+
+    Returns:
+        Bits, (ceil(N / 8),) uint8, set where the word is not zero; the nonzero words, in order; and how many of these
+        are in each piece of the words.
     """
     library, bits = _library(words), _empty_bits(words)
     found = []
@@ -58,7 +52,7 @@ def split_words(words: Tensor, max_values: int) -> Split | None:
     values = torch.empty(sum(counts), dtype=words.dtype, device=words.device)
     for (part, _), kept in zip(library.pieces(words, bits), torch.split(values, counts), strict=True):
         library.take_nonzeros(part, library.open(kept))
-    return Split(bits, values, counts)
+    return bits, values, counts
 
 
 def fill_words(out: Tensor, bits: Tensor, word: int) -> None:
@@ -68,13 +62,11 @@ def fill_words(out: Tensor, bits: Tensor, word: int) -> None:
         library.fill(part, packed, word)
 
 
-def join_words(out: Tensor, split: Split) -> None:
-    """Sets every word of ``out`` (N,) to its value before the split."""
+def join_words(out: Tensor, bits: Tensor, values: Tensor, counts: list[int]) -> None:
+    """Sets every word of ``out`` (N,) to its value before :func:`split_words`."""
     library = _library(out)
-    for (part, packed), values in zip(
-        library.pieces(out, split.bits), torch.split(split.values, split.counts), strict=True
-    ):
-        library.put_nonzeros(part, packed, library.open(values))
+    for (part, packed), some in zip(library.pieces(out, bits), torch.split(values, counts), strict=True):
+        library.put_nonzeros(part, packed, library.open(some))
 
 
 def _empty_bits(words: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +12,6 @@ from torch.optim import Optimizer
 from lightning_accel.memory import eight_bits
 
 _MEASURED_AT = frozenset(10**exponent for exponent in range(8))
-
-
-@dataclass
-class _Witness:
-    """A parameter whose moments were also kept in floats for one step."""
-
-    parameter: Tensor
-    floats: Mapping[str, Tensor]
 
 
 class Errors:
@@ -33,7 +24,8 @@ class Errors:
     def __init__(self) -> None:
         self._is_rounding, self._is_updating = False, False
         self._moments: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self._witness: _Witness | None = None
+        # A parameter whose moments were also kept in floats for one step, and these.
+        self._witness: tuple[Tensor, Mapping[str, Tensor]] | None = None
         self._update: float | None = None
 
     def begin(self, step: int) -> None:
@@ -52,9 +44,10 @@ class Errors:
         """Called before a step of these parameters, whose moments were read from 8 bits."""
         if not self._is_updating or self._witness is None or getattr(optimizer, "grad_scale", None) is not None:
             return
+        witness, exact = self._witness
         for parameter, moments in zip(parameters, floats, strict=True):
-            if parameter is self._witness.parameter and parameter.grad is not None:
-                by_floats, by_bits = (_update(m, parameter.grad, group) for m in (self._witness.floats, moments))
+            if parameter is witness and parameter.grad is not None:
+                by_floats, by_bits = (_update(m, parameter.grad, group) for m in (exact, moments))
                 self._update = _relative(by_bits - by_floats, by_floats)
 
     def after(
@@ -70,7 +63,7 @@ class Errors:
                 self._moments.setdefault(name, []).append(norms)
         if self._witness is None:
             smallest = min(range(len(parameters)), key=lambda at: parameters[at].numel())
-            self._witness = _Witness(parameters[smallest], floats[smallest])
+            self._witness = parameters[smallest], floats[smallest]
 
     def line(self, step: int) -> str | None:
         """Returns the new measurements in one line; None if there is nothing new."""

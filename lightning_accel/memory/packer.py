@@ -22,7 +22,7 @@ from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.core.torch_private.autograd import has_saved_result
 from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.memory import packing
-from lightning_accel.memory.packing import Layout, NonZeros, OneBit, is_packable
+from lightning_accel.memory.packing import Layout, PackedBits, is_packable
 from lightning_accel.memory.packing_budget import DENSE, MAX_TIME_SHARE, TRIALS, PackingReport, SavePlace, choose
 from lightning_accel.memory.saved_tensors import Packed
 
@@ -153,7 +153,7 @@ class Packer:
 class _PackedHandle:
     """A packed tensor, shared by all who saved it. It stays unpacked from the first use to the last."""
 
-    def __init__(self, packer: Packer, packed: OneBit | NonZeros, tensor: Tensor, is_own: bool) -> None:
+    def __init__(self, packer: Packer, packed: PackedBits, tensor: Tensor, is_own: bool) -> None:
         self.packed = packed
         self.saves = 1
         self.spans: list[Span] = []  # times of packing and unpacking, during trials
@@ -193,16 +193,16 @@ class _Seen:
         identity = _identity(tensor, is_own)
         return next((handle for handle in self.handles if handle.identity == identity), None)
 
-    def share_bits(self, packed: OneBit | NonZeros) -> int:
+    def share_bits(self, packed: PackedBits) -> int:
         """Makes ``packed`` share equal bits that exist already. Returns the bytes that it takes in addition.
 
         A ReLU and the layer after it save one tensor, and their bits are nearly always equal.
         """
-        if isinstance(packed, NonZeros):
+        if packed.values is not None:
             for bits in (handle.packed.bits for handle in self.handles):
                 if bits.shape == packed.bits.shape and torch.equal(bits, packed.bits):
-                    packed.split.bits = bits
-                    return packed.nbytes - bits.nbytes
+                    packed.bits = bits
+                    return packed.values.nbytes
         return packed.nbytes
 
 
@@ -217,7 +217,7 @@ def _first_sight(tensor: Tensor, is_own: bool) -> SavePlace:
     return SavePlace(word=found.word, reason="" if share < SPARSE_ENOUGH else DENSE)
 
 
-def _encode(tensor: Tensor, place: SavePlace, is_own: bool) -> OneBit | NonZeros | None:
+def _encode(tensor: Tensor, place: SavePlace, is_own: bool) -> PackedBits | None:
     if tensor.dtype == torch.bool:
         return packing.pack_bits(tensor)
     if is_own:

@@ -6,12 +6,12 @@ the same bits, dtype, device, shape and strides. Other modules decide which tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_accel.memory.bitpacking import Split, fill_words, join_words, mask_bits, split_words
+from lightning_accel.memory.bitpacking import fill_words, join_words, mask_bits, split_words
 from lightning_accel.ops.nonzeros import WORDS, passes_relu, word_of
 
 PACKABLE = frozenset(
@@ -51,42 +51,26 @@ class Layout:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class OneBit:
-    """A tensor of zeros and one other value: its bit pattern ``word`` where a bit is set, (ceil(N / 8),) uint8."""
+@dataclass(slots=True)
+class PackedBits:
+    """A tensor as one bit per element, set where it is not zero, and its nonzero elements: equal ones, or all."""
 
     layout: Layout
-    bits: Tensor
-    word: int
+    bits: Tensor  # (ceil(N / 8),) uint8, in memory order
+    word: int = 0  # the bit pattern of equal elements
+    values: Tensor | None = None  # the bit patterns of all, in memory order; None if they are equal
+    counts: list[int] = field(default_factory=list)  # the number of values in each piece
 
     @property
     def nbytes(self) -> int:
-        return self.bits.nbytes
+        return self.bits.nbytes + (0 if self.values is None else self.values.nbytes)
 
     def unpack(self) -> Tensor:
         tensor = self.layout.empty()
-        fill_words(_words(tensor), self.bits, self.word)
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class NonZeros:
-    """A sparse tensor: one bit per element, in memory order, and the nonzero values."""
-
-    layout: Layout
-    split: Split
-
-    @property
-    def bits(self) -> Tensor:
-        return self.split.bits
-
-    @property
-    def nbytes(self) -> int:
-        return self.split.bits.nbytes + self.split.values.nbytes
-
-    def unpack(self) -> Tensor:
-        tensor = self.layout.empty()
-        join_words(_words(tensor), self.split)
+        if self.values is None:
+            fill_words(_words(tensor), self.bits, self.word)
+        else:
+            join_words(_words(tensor), self.bits, self.values, self.counts)
         return tensor
 
 
@@ -103,34 +87,37 @@ def is_packable(tensor: Tensor) -> bool:
     return tensor.dtype in PACKABLE and not tensor.is_neg() and Layout.of(tensor) is not None
 
 
-def pack_bits(mask: Tensor) -> OneBit:
+def pack_bits(mask: Tensor) -> PackedBits:
     """Packs booleans of any shape, eight to a byte."""
-    return OneBit(_layout(mask), mask_bits(_words(mask), lambda words: words != 0), 1)
+    return PackedBits(_layout(mask), mask_bits(_words(mask), lambda words: words != 0), 1)
 
 
-def pack_above_zero(result: Tensor) -> OneBit:
+def pack_above_zero(result: Tensor) -> PackedBits:
     """Keeps what a ReLU's backward pass needs of its result: a tensor of 1 where the gradient passes, 0 elsewhere.
 
     Torch stops the gradient where ``result <= 0``, so it passes at NaN. For float64, float32, float16 and bfloat16.
     """
     bits = mask_bits(_words(result), passes_relu(result.dtype))
-    return OneBit(_layout(result), bits, word_of(1.0, result.dtype))
+    return PackedBits(_layout(result), bits, word_of(1.0, result.dtype))
 
 
-def pack_two_valued(tensor: Tensor, word: int) -> OneBit | None:
+def pack_two_valued(tensor: Tensor, word: int) -> PackedBits | None:
     """Packs a tensor of zeros and one other bit pattern, such as a CPU's dropout noise; None if it has more."""
     words = _words(tensor)
     bits = mask_bits(words, lambda words: words == word)
     if not torch.equal(bits, mask_bits(words, lambda words: words != 0)):
         return None
-    return OneBit(_layout(tensor), bits, word)
+    return PackedBits(_layout(tensor), bits, word)
 
 
-def pack_nonzeros(tensor: Tensor, max_bytes: float) -> NonZeros | None:
+def pack_nonzeros(tensor: Tensor, max_bytes: float) -> PackedBits | None:
     """Packs a tensor as one bit per element and the nonzero values; None if this needs over ``max_bytes``."""
     values_bytes = max_bytes - (tensor.numel() + 7) // 8
-    split = split_words(_words(tensor), int(values_bytes // tensor.element_size()))
-    return None if split is None else NonZeros(_layout(tensor), split)
+    found = split_words(_words(tensor), int(values_bytes // tensor.element_size()))
+    if found is None:
+        return None
+    bits, values, counts = found
+    return PackedBits(_layout(tensor), bits, values=values, counts=counts)
 
 
 def sample(tensor: Tensor) -> Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ class MemorySchedule:
             depth = 0 if self.offloads_rest else 1
             offloader = Offloader(device_of(model), self.offloading, prefetch_depth=depth)
         patches = PatchSet(
-            trained_patch(site, policy, model.get_submodule(site), _following(policy, offloader))
+            trained_patch(site, policy, model.get_submodule(site), partial(run_block, policy, offloader=offloader))
             for site, policy in self.policies.items()
             if policy != "keep" or self.offloads_rest
         )
@@ -215,10 +216,6 @@ class MemorySchedule:
             parts[block.call] = block.kept_bytes if planned else (block.plain_bytes or 0)
         parts[_OTHER] = max(0, peak - sum(parts.values()))
         return parts
-
-
-def _following(policy: Policy, offloader: Offloader | None) -> Run:
-    return lambda module, original, args, kwargs: run_block(policy, module, original, args, kwargs, offloader)
 
 
 def _offloading(offloader: Offloader) -> Run:

@@ -12,16 +12,16 @@ from lightning_accel.callbacks._fit_timeline import timeline_of
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.experiment.turns import Turns
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.lightning.private import FetchPatch
 from lightning_accel.step.layers import Call, Layer
 from lightning_accel.tuning.trials import LiveTrials
+from lightning_accel.tuning.turns import Turns
 
 _REPEATS = 3  # repetitions of a turn that does not count
 
 
-class TrainerTurns(Turns[LiveTrials], ABC):
+class TrainerTurns(Turns, ABC):
     """Turns that follow the events of a Trainer.
 
     A turn begins with the request for the next batch after an optimizer step. Arms are switched there, so that the
@@ -102,7 +102,7 @@ class _StepEnds(Layer):
 
     name = "timeline"
 
-    def __init__(self, trainer: Trainer, turns: Turns[LiveTrials]) -> None:
+    def __init__(self, trainer: Trainer, turns: Turns) -> None:
         checkpoints = [(one, ("on_train_batch_end",)) for one in trainer.checkpoint_callbacks]
         super().__init__([(trainer.fit_loop.epoch_loop.batch_progress, ("increment_completed",)), *checkpoints])
         self._turns, self._timeline = turns, timeline_of(trainer)

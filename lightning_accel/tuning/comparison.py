@@ -67,40 +67,31 @@ class Result:
         return self.verdict == "faster"
 
 
+@dataclass(eq=False, kw_only=True)
 class ArmComparison:
     """Compares an original with a candidate, in pairs of turns."""
 
-    def __init__(
-        self,
-        name: str,
-        original: Choices,
-        candidate: Choices,
-        *,
-        settle: int,  # turns after a switch that are not counted
-        schedule: Schedule,
-        test: PairTest,  # may be one of the same two sides that was begun earlier
-        max_pairs: int,  # pairs after which the result is open, unless the candidate is about to win
-        most_pairs: int,  # pairs after which the result is open in any case
-        allowance: float,  # the largest cost of the candidate, in turns of a plain run
-        original_gain: float = 1.0,  # the original's speed over plain: only turns slower than plain cost
-        has_setup: bool = False,  # whether the candidate's first turn has a setup; another one then fills the caches
-    ) -> None:
-        self.name = name
-        self.original, self.candidate = original, candidate
-        self._sides = original, candidate
-        self._settle = settle
-        self._max_pairs, self._most_pairs = max_pairs, most_pairs
-        self._allowance, self._original_gain = allowance, original_gain
-        self._has_setup = has_setup
-        self._test = test
-        self._first_pair = len(self._test)
-        self._length = 1 + settle  # counted turns of a side in a row: more if a switch is expensive
+    name: str
+    original: Choices
+    candidate: Choices
+    test: PairTest  # may be one of the same two sides that was begun earlier
+    settle: int  # turns after a switch that are not counted
+    schedule: Schedule
+    max_pairs: int  # pairs after which the result is open, unless the candidate is about to win
+    most_pairs: int  # pairs after which the result is open in any case
+    allowance: float  # the largest cost of the candidate, in turns of a plain run
+    original_gain: float = 1.0  # the original's speed over plain: only turns slower than plain cost
+    has_setup: bool = False  # whether the candidate's first turn has a setup; another one then fills the caches
+
+    def __post_init__(self) -> None:
+        self._first_pair = len(self.test)
+        self._length = 1 + self.settle  # counted turns of a side in a row: more if a switch is expensive
         self._halves: dict[int, tuple[list[float | None], list[float | None]]] = {}
         self._uncounted: list[float] = []  # seconds of the candidate's turns that do not count
         self._excess: list[float] = []  # extra time of its turns over a plain turn, in plain turns
         self._original_s: list[float] = []  # seconds of the original's turns
         self._charged = 0.0
-        self._turns = self._all_turns(schedule)
+        self._turns = self._all_turns()
         self._peaks: dict[int, int] = {}
         self._looks = [0, 0]  # measurements of peak memory for each side
         self._failure: Verdict | None = None
@@ -109,19 +100,19 @@ class ArmComparison:
         """Returns the next turn."""
         return next(self._turns)
 
-    def _all_turns(self, schedule: Schedule) -> Iterator[Turn]:
-        side = 0
+    def _all_turns(self) -> Iterator[Turn]:
+        sides, side = (self.original, self.candidate), 0
         for side in (0, 1):  # first turns: caches fill, kernels are chosen, memory is allocated
-            for _ in range(1 + self._settle + side * self._has_setup):
-                yield Turn(self._sides[side], side)
+            for _ in range(1 + self.settle + side * self.has_setup):
+                yield Turn(sides[side], side)
         for pair in itertools.count(self._first_pair):
-            for here in schedule.order((0, 1)):
+            for here in self.schedule.order((0, 1)):
                 if here != side:
-                    for _ in range(self._settle):
-                        yield Turn(self._sides[here], here)
+                    for _ in range(self.settle):
+                        yield Turn(sides[here], here)
                 side = here
                 for _ in range(self._length):
-                    yield Turn(self._sides[here], here, pair)
+                    yield Turn(sides[here], here, pair)
 
     def took(self, turn: Turn, seconds: float | None) -> bool:
         """Adds the time of a turn. ``seconds`` is None if it was interrupted. Returns whether a pair is complete."""
@@ -140,8 +131,8 @@ class ArmComparison:
             return False
         original = statistics.fmean(originals)
         self._original_s += originals
-        self._test.add(original, statistics.fmean(candidates))
-        plain = original * self._original_gain
+        self.test.add(original, statistics.fmean(candidates))
+        plain = original * self.original_gain
         self._excess += [each / plain - 1 for each in candidates]
         self._excess += [max(0.0, each / plain - 1) for each in self._uncounted]
         self._uncounted = []
@@ -179,34 +170,25 @@ class ArmComparison:
         self._charged += more
         return more
 
-    @property
-    def gain_s(self) -> float:
-        """Returns the mean seconds that a turn of the candidate saves against the original."""
-        return self._test.gain_s
-
     def result(self) -> Result | None:
         """Returns the result; None while the comparison goes on."""
-        verdict = self._verdict()
-        turns = 2 * self._length * len(self._test)
+        peaks = (self._peaks[0], self._peaks[1]) if len(self._peaks) == 2 else ()
+        verdict = self._failure or self._verdict(price_of_memory(*peaks) if peaks else 0.0)
         if verdict is None:
             return None
-        peaks = (self._peaks[0], self._peaks[1]) if len(self._peaks) == 2 else ()
-        return Result(
-            self.name, verdict, self._test.interval(), turns, dict(self.original), dict(self.candidate), peaks
-        )
+        turns = 2 * self._length * len(self.test)
+        return Result(self.name, verdict, self.test.interval(), turns, dict(self.original), dict(self.candidate), peaks)
 
-    def _verdict(self) -> Verdict | None:
-        if self._failure is not None:
-            return self._failure
-        self._test.worth = price_of_memory(self._peaks[0], self._peaks[1]) if len(self._peaks) == 2 else 0.0
-        outcome = self._test.outcome()
-        if outcome == "not faster" and self._test.worth:
+    def _verdict(self, worth: float) -> Verdict | None:
+        self.test.worth = worth
+        outcome = self.test.outcome()
+        if outcome == "not faster" and worth:
             return "needs more memory"
         if outcome:
             return outcome
         # Without the longest turn: a single hiccup may take longer than all other turns.
         cost = self.cost - max(0.0, *self._excess, 0.0)
-        if len(self._test) > self._first_pair and cost > self._allowance * (1 + self._test.is_mostly_faster):
+        if len(self.test) > self._first_pair and cost > self.allowance * (1 + self.test.is_mostly_faster):
             return "too dear to try on"
-        most = self._most_pairs if self._test.is_promising else self._max_pairs
-        return "cannot tell" if len(self._test) >= most else None
+        most = self.most_pairs if self.test.is_promising else self.max_pairs
+        return "cannot tell" if len(self.test) >= most else None

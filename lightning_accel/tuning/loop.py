@@ -7,10 +7,10 @@ import torch
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.step_timeline import StepTimeline
 from lightning_accel.engine import Engine
-from lightning_accel.experiment.turns import Turns
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.turns import Turns
 
 _QUIET_STEPS = 2  # steps after the techniques' own trials, in which caches fill
 
@@ -22,7 +22,7 @@ class LoopTuning:
         self._engine, self._steps_left = engine, steps
         self._quiet_steps = 0
         self._is_closed = False
-        self._turns: Turns[LiveTrials] = Turns(StepTimeline(clock_for(device)))
+        self._turns = Turns(StepTimeline(clock_for(device)))
 
     @property
     def tuning(self) -> Tuning | None:
@@ -32,17 +32,16 @@ class LoopTuning:
     def step_begins(self) -> None:
         """Ends the current turn, and begins the next one."""
         self._steps_left -= 1
-        if self._is_closed:
+        turns = self._turns
+        if self._is_closed or (turns.trials is not None and not turns.are_taken):
             return
         if self._engine.is_trying or self._quiet_steps < _QUIET_STEPS:
             self._quiet_steps += not self._engine.is_trying
             return
-        turns = self._turns
         if turns.trials is None:
             turns.start(self._trials())
         turns.step_ends()
         turns.next_turn()
-        self._is_closed = not turns.are_taken
         turns.step_begins()
 
     def interrupt(self) -> None:

@@ -254,12 +254,12 @@ class Questions:
         self, name: str, original: Choices, candidate: Choices, test: PairTest, max_pairs: int, most_pairs: int
     ) -> ArmComparison:
         return ArmComparison(
-            name,
-            original,
-            candidate,
+            name=name,
+            original=original,
+            candidate=candidate,
+            test=test,
             settle=self._settle(original, candidate),
             schedule=self._schedule,
-            test=test,
             max_pairs=max_pairs,
             most_pairs=most_pairs,
             allowance=self._budget.of_comparison,

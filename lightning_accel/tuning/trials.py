@@ -183,7 +183,7 @@ class LiveTrials(Questions):
         assert self._comparison is not None
         result = self._comparison.result()
         if result is not None:
-            self._setups.note_gain(result, self._comparison.gain_s)
+            self._setups.note_gain(result, self._comparison.test.gain_s)
             self._advance(result)
 
     def _end_setups(self) -> None:

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
+from lightning_accel.tuning.trials import LiveTrials
 
 _WHOLE = 0.9  # of the elements of the turn before: a smaller turn at the end of an epoch is an incomplete one
-
-
-class TakesTurns(Protocol):
-    """Decides how each turn runs, and receives its time."""
-
-    is_over: bool
-
-    def begin(self) -> None: ...
-    def took(self, seconds: float | None) -> None: ...
-
-
-Trials = TypeVar("Trials", bound=TakesTurns)
 
 
 @dataclass
@@ -36,7 +24,7 @@ class _Turn:
     is_over: bool = False
 
 
-class Turns(Generic[Trials]):
+class Turns:
     r"""Cuts a training into turns for live trials. Before the trials begin, it costs almost nothing.
 
     It listens to the timeline of a training. A Trainer and a plain loop differ in this:
@@ -49,7 +37,7 @@ class Turns(Generic[Trials]):
     """
 
     def __init__(self, timeline: StepTimeline) -> None:
-        self.trials: Trials | None = None  # None before `start`
+        self.trials: LiveTrials | None = None  # None before `start`
         self._timeline = timeline
         self._repeats = 0
         self._turn = _Turn()
@@ -57,7 +45,7 @@ class Turns(Generic[Trials]):
         self._elements = 0  # of the latest turn that counts
         self._typical_elements = 0
 
-    def start(self, trials: Trials, *, repeats: int = 0) -> None:
+    def start(self, trials: LiveTrials, *, repeats: int = 0) -> None:
         """Begins ``trials`` with the next turn. A turn that does not count is repeated up to ``repeats`` times."""
         self.trials, self._repeats = trials, repeats
         self._timeline.listeners.append(self._took)
@@ -111,7 +99,8 @@ class Turns(Generic[Trials]):
             # Otherwise, with epochs of two steps, every pair might lack the same side.
             self._unheard[-1] = self._turn = _Turn(repeats=turn.repeats + 1)
             return
-        self._tell(self.trials)
+        while self._unheard and self._unheard[0].is_over and not self._unheard[0].untimed:
+            self._tell(self.trials, self._unheard.popleft())
         self._turn = _Turn()
         self.trials.begin()
         self._unheard.append(self._turn)
@@ -124,11 +113,9 @@ class Turns(Generic[Trials]):
             turn.seconds += (step.step_ms + step.tail_ms) / 1e3
             turn.untimed -= 1
 
-    def _tell(self, trials: Trials) -> None:
-        while self._unheard and self._unheard[0].is_over and not self._unheard[0].untimed:
-            turn = self._unheard.popleft()
-            if turn.is_interrupted or turn.seconds <= 0:  # 0 if all clocks are stopped, as by freezegun
-                trials.took(None)
-                continue
-            self._typical_elements = self._typical_elements or turn.elements
-            trials.took(turn.seconds * (self._typical_elements / turn.elements if turn.elements else 1.0))
+    def _tell(self, trials: LiveTrials, turn: _Turn) -> None:
+        if turn.is_interrupted or turn.seconds <= 0:  # 0 if all clocks are stopped, as by freezegun
+            trials.took(None)
+            return
+        self._typical_elements = self._typical_elements or turn.elements
+        trials.took(turn.seconds * (self._typical_elements / turn.elements if turn.elements else 1.0))

@@ -10,8 +10,19 @@ from typing import Annotated, get_args
 
 from lightning_accel.cli.command import console
 from lightning_accel.core.byte_size import parse_bytes
-from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, least_devices, memory_per_device
-from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, DecoderRun, Optimizer, Precision, decoder_of
+from lightning_accel.memory.by_strategy import (
+    Attention,
+    Batch,
+    Checkpointing,
+    DecoderRun,
+    DeviceMemory,
+    Optimizer,
+    Precision,
+    Strategy,
+    decoder_of,
+    least_devices,
+    memory_per_device,
+)
 
 # The formula leaves out the CUDA context, NCCL's buffers and the allocator's gaps.
 USABLE = 0.9

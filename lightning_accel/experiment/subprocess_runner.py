@@ -44,21 +44,18 @@ class _Forked:
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = self._ask(self.pid)
-        assert self.returncode is not None
-        return self.returncode
+        return cast(int, self._status(self.pid))
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._ask(-self.pid)
-        return self.returncode
+        return self._status(-self.pid)
 
-    def _ask(self, question: int) -> int | None:
-        try:
-            return cast(int | None, self._worker.ask(question))
-        except OSError:  # the parent, which knows the status, has ended, too
-            return -1
+    def _status(self, question: int) -> int | None:
+        if self.returncode is None:
+            try:
+                self.returncode = self._worker.ask(question)
+            except OSError:  # the parent, which knows the status, has ended, too
+                self.returncode = -1
+        return self.returncode
 
 
 class Subprocess:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lightning_accel.core.report import one_line
 from lightning_accel.core.states import VerdictKind
 from lightning_accel.experiment.screening import PAIRS
 from lightning_accel.experiment.time_calls import time_calls
-from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched
+from lightning_accel.experiment.tolerance import APART, FACTOR, Measuring, Spread, deviation, is_batched, other_orders
 from lightning_accel.experiment.trial_runs import TooDearError, TrialRuns, TrialSide
 
 _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
@@ -147,13 +147,16 @@ class Trial(TrialRuns):
             with original.state(), self._streams():
                 args, kwargs = self._samples(original.call)
             expected, actual, otherwise = self._both(original, candidate, args, kwargs)
+            size = self._batch_size if args is self.args else self.samples or 0
+            orders = other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels)
+            reordered = ((TrialSide(call, original.state), setting) for call, setting in orders)
             measuring = Measuring(
                 expected,
                 self._coarsest(actual),
                 lambda: self._oracle(original, args, kwargs),
-                self._in_other_orders(original, args, kwargs),
+                self._computed(reordered, args, kwargs),
                 self.alike,
-                self._by_formulas(args, kwargs),
+                self._computed(((formula, nullcontext()) for formula in self.formulas), args, kwargs),
                 self._passes.num_outputs,
             )
             found = self._judge(measuring, expected, actual)
@@ -180,18 +183,13 @@ class Trial(TrialRuns):
         return expected, actual, "" if is_alike else "its results lie otherwise in memory than the original's"
 
     def _judge(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> NumbersComparison:
-        """Returns whether the candidate is within the spread of the original."""
         if [t.shape for t in actual] != [t.shape for t in expected]:
             return NumbersComparison(failure="returns tensors of other shapes than the original")
         if not expected:
             return NumbersComparison(failure="returns no tensors that could be compared with the original's")
         found, failure = measuring.judged(actual)
-        return NumbersComparison(
-            failure=failure,
-            error=found.noise,
-            spread=measuring.spread,
-            is_same=_are_same(expected, actual),
-        )
+        is_same = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+        return NumbersComparison(failure=failure, error=found.noise, spread=measuring.spread, is_same=is_same)
 
     def _objection(self, measuring: Measuring, expected: list[Tensor], actual: list[Tensor]) -> str:
         """Describes an error on the whole batch, after a few samples were correct; empty if there is none."""
@@ -206,11 +204,6 @@ class Trial(TrialRuns):
             if objection:
                 return f"on the whole batch, {objection}"
         return ""
-
-
-def _are_same(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> bool:
-    pairs = list(zip(expected, actual, strict=False))
-    return len(expected) == len(actual) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:

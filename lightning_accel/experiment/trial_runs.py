@@ -19,7 +19,7 @@ from lightning_accel.core.random_streams import TORCHS
 from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.experiment.passes import Call, Passes
-from lightning_accel.experiment.tolerance import Spread, is_batched, other_orders
+from lightning_accel.experiment.tolerance import Spread, is_batched
 
 ORACLE_SAMPLES = 4
 ORACLE_MAX_BYTES = 2 << 30
@@ -137,14 +137,6 @@ class TrialRuns:
         except Exception:  # for example with (T, B, D) inputs or masks of the batch's size
             return self.args, self.kwargs
         return sliced
-
-    def _in_other_orders(self, original: TrialSide, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
-        size = self._batch_size if args is self.args else self.samples or 0
-        orders = other_orders(original.call, size, self._device, new_kernels=not self.keeps_kernels)
-        return self._computed(((TrialSide(call, original.state), setting) for call, setting in orders), args, kwargs)
-
-    def _by_formulas(self, args: Any, kwargs: Any) -> Iterator[list[Tensor]]:
-        return self._computed(((formula, nullcontext()) for formula in self.formulas), args, kwargs)
 
     def _computed(
         self, sides: Iterable[tuple[TrialSide, AbstractContextManager[Any]]], args: Any, kwargs: Any

@@ -166,9 +166,8 @@ class _ProfilerMeter(Meter):
         return stop_legacy_profiler()
 
     def _give_way(self) -> None:
-        if self._is_on:
-            self._end()
-            self._gave_way = True
+        self._gave_way |= self._is_on
+        self._end()
 
     def _on_free(self, size: int) -> Callable[[Any], None]:
         weak = weakref.ref(self)

@@ -26,10 +26,19 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private.autograd import is_in_backward
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCost, BlockCosts, Policy, kind_of, measure_block, run_block
-from lightning_accel.memory.knapsack import Choice, KnapsackProblem
+from lightning_accel.memory.knapsack import (
+    MAX_ROUNDS,
+    SLACK,
+    Choice,
+    KnapsackProblem,
+    Policies,
+    Rounds,
+    by_call,
+    leanest,
+    solve,
+)
 from lightning_accel.memory.meter import MemoryInterval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.planning_rounds import MAX_ROUNDS, SLACK, Policies, Rounds, by_call, leanest, solve
 from lightning_accel.memory.recorder import BlockCall, OptimizerWatch, StepRecorder
 from lightning_accel.memory.saved_tensors import saving
 from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of

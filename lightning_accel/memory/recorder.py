@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accel.core.torch_private.autograd import sequence_number
+from lightning_accel.core.torch_private.autograd import latest_node, sequence_number
 from lightning_accel.core.tree import storages_of, tensors_in
 from lightning_accel.memory.meter import Meter
 
@@ -58,7 +58,7 @@ class StepRecorder:
     def record(self, call: BlockCall, arguments: Iterable[Tensor], run: Callable[[], Any]) -> Any:
         """Runs a block's forward and marks it and its backward pass."""
         self._note_holder(call, arguments)
-        first = _next_sequence_number()
+        first = latest_node() + 1
         self._mark(Mark("forward", call))
         outputs = run()
         self._mark(Mark("forward ended", call))
@@ -83,11 +83,6 @@ class StepRecorder:
     def _mark(self, mark: Mark) -> None:
         if self._meter is not None:
             self._meter.mark(mark)
-
-
-def _next_sequence_number() -> int:
-    """Returns the number of the next graph node, or one less."""
-    return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
 
 
 def _nodes_since(first: int, ends: Iterable[Node]) -> set[Node]:

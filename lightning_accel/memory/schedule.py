@@ -19,9 +19,8 @@ from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.text_columns import aligned
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block
-from lightning_accel.memory.knapsack import Stage
+from lightning_accel.memory.knapsack import Policies, Stage
 from lightning_accel.memory.offload import Offloader, Offloading
-from lightning_accel.memory.planning_rounds import Policies
 from lightning_accel.memory.recompute import Run, trained_patch
 from lightning_accel.memory.saved_tensors import saving
 

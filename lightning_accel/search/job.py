@@ -1,12 +1,13 @@
-"""The training that is tuned: a module, its data and the Trainer's arguments, to be sent to other processes."""
+"""The training that is tuned, to be sent to other processes, and the setups in which it is tried."""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,23 +17,47 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.mixed_precision import PrecisionSetting
 
 LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory")
 
 _KEPT = (
-    *LOADER_SETTINGS,
-    "batch_size",
-    "drop_last",
-    "sampler",
-    "collate_fn",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
+    *(*LOADER_SETTINGS, "batch_size", "drop_last", "sampler", "collate_fn", "timeout"),
+    *("worker_init_fn", "multiprocessing_context", "generator"),
 )
+
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """Changes to a run that is about to begin."""
+
+    batch_size: int | None = None  # samples in a batch; None: unchanged
+    accumulate: int | None = None  # batches in an optimizer step; None: unchanged
+    loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of the training's `DataLoader`
+    plan: Mapping[str, Any] = field(default_factory=dict)  # techniques of the run's `AccelPlugin`
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that must be set before Python starts
+
+    def with_(self, other: TrialSetup) -> TrialSetup:
+        """Combines both changes; the other's win where both set the same."""
+        return TrialSetup(
+            batch_size=self.batch_size if other.batch_size is None else other.batch_size,
+            accumulate=self.accumulate if other.accumulate is None else other.accumulate,
+            loader={**self.loader, **other.loader},
+            plan={**self.plan, **other.plan},
+            environment={**self.environment, **other.environment},
+        )
+
+    @property
+    def key(self) -> str:
+        """Returns a text that is equal for equal setups, in every process."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def __str__(self) -> str:
+        named: dict[str, Any] = {"batch_size": self.batch_size, "accumulate_grad_batches": self.accumulate}
+        given = {name: value for name, value in named.items() if value is not None}
+        given |= {**self.loader, **self.plan, **self.environment}
+        return ", ".join(f"{name}={value}" for name, value in given.items()) or "as it is"
 
 
 @dataclass

@@ -12,9 +12,8 @@ from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, can_expand_segm
 from lightning_accel.core.heap import heap_settings
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.data.worker_schedule import LEAST_WAIT, MOST_WORKERS
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.judging import Facts, Objective
-from lightning_accel.search.setup import TrialSetup
 
 Trying = Generator[TrialSetup, bool | None, None]
 """Yields changes to the best setup so far, and receives whether each was better."""

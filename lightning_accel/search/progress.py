@@ -8,7 +8,7 @@ from rich.text import Text
 from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import Deadline
-from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.job import TrialSetup
 from lightning_accel.tuning.comparison import Result
 
 

@@ -10,10 +10,10 @@ from functools import reduce
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 from lightning_accel.experiment.subprocess_runner import SubprocessError
+from lightning_accel.search.job import TrialSetup
 from lightning_accel.search.judging import Facts
 from lightning_accel.search.knobs import Knob, knobs
 from lightning_accel.search.progress import SearchProgress
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 

@@ -13,9 +13,8 @@ import torch
 from lightning_accel.core.package_version import own_version
 from lightning_accel.experiment.digest import digest
 from lightning_accel.experiment.store import DamagedError, Key, Store
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.judging import Facts, Objective
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import Result
 from lightning_accel.tuning.tuning_cache import parameters_of
 

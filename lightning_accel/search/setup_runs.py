@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_accel.core.host import Host
 from lightning_accel.experiment.pair_test import MEMORY_RISE, PairTest, RatioInterval
 from lightning_accel.experiment.subprocess_runner import SubprocessError, Worker
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.judging import (
     MIN_PAIRS,
     Facts,
@@ -22,7 +22,6 @@ from lightning_accel.search.judging import (
     worth_of_start,
 )
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import Result, Verdict
 from lightning_accel.tuning.trial_scheduler import ALPHA
 

@@ -22,12 +22,11 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.text_columns import aligned
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer, own
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.job import LOADER_SETTINGS, TuneJob
+from lightning_accel.search.job import LOADER_SETTINGS, TrialSetup, TuneJob
 from lightning_accel.search.judging import OBJECTIVES, Facts, Objective
 from lightning_accel.search.progress import SearchProgress, better
 from lightning_accel.search.search import Search, SearchOutcome
 from lightning_accel.search.search_cache import answers_for
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
 
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)\s*")

@@ -35,8 +35,7 @@ from lightning_accel.lightning.packages import (
     seed_everything,
 )
 from lightning_accel.lightning.plugin import AccelPlugin
-from lightning_accel.search.job import TuneJob, read
-from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.job import TrialSetup, TuneJob, read
 from lightning_accel.settings import without_answers
 
 WARM_UP = 6  # turns for the techniques' trials, first allocations and compilation
@@ -87,7 +86,6 @@ class Paced(Callback):
         self._empty_epochs = 0
         self._turns_left = WARM_UP
         self._is_warm = False
-        self._base_bytes = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

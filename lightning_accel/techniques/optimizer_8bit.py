@@ -21,7 +21,6 @@ from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
-from lightning_accel.memory.eight_bit_errors import Errors
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
@@ -74,7 +73,7 @@ class EightBitStates(Patch):
         self._copies = MethodPatch(site, "with floats", optimizer, "__getstate__", _with_floats)
         self._set_aside: list[tuple[Tensor, Tensor]] = []
         self._steps = 0
-        self._errors = Errors()
+        self._errors = eight_bits.Errors()
 
     @override
     def _apply(self) -> None:

@@ -1,9 +1,18 @@
-"""The budget of a run for slower ways on trial."""
+"""What trials cost a run: its budget for slower ways, and the setups of arms that it can afford."""
 
 from __future__ import annotations
 
-from lightning_accel.core.purse import Purse
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from lightning_accel.core.purse import Purse
+from lightning_accel.experiment.screening import LatestTimes
+from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.tuning.comparison import Choices, Result
+from lightning_accel.tuning.tuning_result import WHOLE, Tuning
+
+LEAST_LATEST = 3  # timed turns that are needed to convert between seconds and turns
 _LEAST = 0.3  # turns that a comparison may cost if a purse pays: with fewer, a single hiccup would decide
 
 
@@ -51,3 +60,90 @@ class TrialBudget:
             self.purse.pay("slower ways on trial", turns * self.purse.turn_s)
         else:
             self.purse.earn(-turns * self.purse.turn_s)
+
+
+class Setups:
+    """The setups of one run's arms: :class:`~lightning_accel.techniques.arms.ArmSetup`."""
+
+    def __init__(self, arms: Iterable[Arm], tuning: Tuning, gather: Callable[[Any], list[Any]] | None) -> None:
+        self._arms = {arm.name: arm for arm in arms if arm.setup is not None}
+        self._tuning, self._gather = tuning, gather
+        self._begun: set[str] = set()
+        self._under_way: list[str] = []
+        self.lost: set[str] = set()  # arms whose setup failed
+        self.may_take_s = math.inf  # the limit of the next setup; an earlier run's proven plan has no limit
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether the turn that begins contains a setup, so that it must not count."""
+        return bool(self._under_way)
+
+    def unasked(self) -> list[Arm]:
+        """Returns the arms without a comparison so far."""
+        return [arm for name, arm in self._arms.items() if name not in self._tuning.results]
+
+    def pending_in(self, choices: Choices) -> bool:
+        """Returns whether a run with these choices begins with a setup."""
+        return any(name in self._arms and name not in self._begun for name in choices)
+
+    def is_affordable(self, arm: Arm, allowance: float, latest: LatestTimes) -> bool:
+        """Returns whether the run can afford the expected time of the arm's setup; ``allowance`` is in turns."""
+        if arm.setup is None or arm.name in self._begun:
+            return True
+        expected_s = self._tuning.setup_s.get(arm.name) or max(self._of_all_ranks(arm.setup.expected_s()))
+        self.may_take_s = allowance * latest.typical_s
+        if expected_s <= self.may_take_s:
+            return True
+        arm.setup.decline(
+            f"not tried: it would take about {expected_s:.0f} s, and trials may cost this run {self.may_take_s:.1f} s"
+        )
+        return False
+
+    def drop_what_pays_later(self, turns: float) -> None:
+        """Removes arms of an earlier run's plan that recover their setup time only after more than ``turns`` turns."""
+        tuning = self._tuning
+        for name in list(tuning.choices):
+            pays_after = tuning.pays_after(name)
+            if pays_after is None or pays_after <= turns:
+                continue
+            del tuning.choices[name]
+            if name in self._arms and (setup := self._arms[name].setup) is not None:
+                setup.decline(f"not here: it pays after {pays_after:,} steps")
+            # The comparison of the whole plan does not include such arms.
+            whole = tuning.results.get(WHOLE)
+            tuning.whole = whole if tuning.choices and whole is not None and whole.is_won else None
+
+    def begin(self, arm: Arm, choice: str) -> None:
+        """Begins the setup of an arm before the arm is chosen for the first time."""
+        if choice != OFF and arm.name in self._arms and arm.name not in self._begun:
+            assert arm.setup is not None
+            self._begun.add(arm.name)
+            self._under_way.append(arm.name)
+            arm.setup.begin(self.may_take_s)
+            self.may_take_s = math.inf
+
+    def end(self) -> float:
+        """Ends the running setups between two steps. Returns their total seconds, each on its slowest rank."""
+        total = 0.0
+        for name in self._under_way:
+            setup = self._arms[name].setup
+            assert setup is not None
+            taken = setup.end()
+            seconds = max(self._of_all_ranks(taken or 0.0))
+            self._tuning.setup_s[name] = seconds
+            total += seconds
+            if taken is None:
+                self.lost.add(name)
+        self._under_way.clear()
+        return total
+
+    def note_gain(self, result: Result, gain_s: float) -> None:
+        """Adds the gain of a won comparison, in seconds for a turn. Another choice of an arm adds to the first one."""
+        name, _, choice = result.name.partition("=")
+        if name in self._arms and result.is_won:
+            first = self._tuning.results.get(name)
+            held = self._tuning.gain_s.get(name, 0.0) if choice and first is not None and first.is_won else 0.0
+            self._tuning.gain_s[name] = held + gain_s
+
+    def _of_all_ranks(self, seconds: float) -> list[float]:
+        return [seconds] if self._gather is None else self._gather(seconds)

@@ -21,9 +21,8 @@ from lightning_accel.experiment.pair_test import PairTest
 from lightning_accel.experiment.screening import LATEST, LatestTimes
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
-from lightning_accel.tuning.trial_budget import TrialBudget
+from lightning_accel.tuning.trial_budget import LEAST_LATEST, Setups, TrialBudget
 from lightning_accel.tuning.tuning_result import WHOLE, Tuning
-from lightning_accel.tuning.warmup_costs import LEAST_LATEST, Setups
 
 ALPHA = 0.01
 """The rate of false winners: of 100 runs in which nothing is faster than plain, at most one ends with a winner."""

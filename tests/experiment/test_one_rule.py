@@ -27,7 +27,7 @@ SCREENS = {
     "techniques/float8.py": "a linear layer",
     "techniques/layout_trial.py": "operations of a step",
     "tuning/trial_scheduler.py": "steps that have come to take longer",
-    "tuning/warmup_costs.py": "what a step takes, to tell seconds from turns",
+    "tuning/trial_budget.py": "what a step takes, to tell seconds from turns",
 }
 """Who screens, and what."""
 

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_accel.memory.by_strategy import Strategy, least_devices, memory_per_device
-from lightning_accel.memory.decoder import Batch, Decoder, DecoderRun, decoder_of
+from lightning_accel.memory.by_strategy import (
+    Batch,
+    Decoder,
+    DecoderRun,
+    Strategy,
+    decoder_of,
+    least_devices,
+    memory_per_device,
+)
 from support.scripts import SUPPORT, run_script
 from support.strategies.memory_ranks import CASES, WIDTH, Case, Measured, expected
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.memory.costs import kept_bytes
 from lightning_accel.memory.recompute import Recomputation, recomputed
-from lightning_accel.memory.saved_bytes import kept_bytes
 
 pytestmark = pytest.mark.numbers
 

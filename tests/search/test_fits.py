@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.core.host import Host
 from lightning_accel.search import tune
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
 from support.search_runs import Sleeper, samples, searched, trainer
 

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from lightning_accel import AccelPlugin, Plan
-from lightning_accel.search.job import TuneJob, read
-from lightning_accel.search.setup import TrialSetup
+from lightning_accel.search.job import TrialSetup, TuneJob, read
 from support.search_runs import Empty, Samples, Sleeper, loader, samples, trainer
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_accel.core.host import Host
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.knobs import Knob, knobs
-from lightning_accel.search.setup import TrialSetup
 from support.search_runs import Sleeper, loader, trainer
 
 CPU = Host(kind="cpu", device_name="a CPU", compiler="g++")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_accel.experiment.pair_test import RatioInterval
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.search.search_cache import SEARCHES, Answers, answers_for
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.tuning.comparison import Result
 from support.search_runs import Broken, Sleeper, loader, trainer
 

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_accel import tune
 from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.experiment.store import cache_folder
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.search import SearchOutcome
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.tune import TuneResult, _places, _result, parse_time
 from lightning_accel.tuning.comparison import Result
 from support.search_runs import Broken, Empty, Quiet, Samples, Scheduled, Sleeper, Slow, loader, searched, trainer

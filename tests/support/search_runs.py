@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_accel import AccelPlugin
 from lightning_accel.core.host import Host
-from lightning_accel.search.job import TuneJob
+from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.search import Search, SearchOutcome
 from lightning_accel.search.search_cache import Answers
-from lightning_accel.search.setup import TrialSetup
 from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 

@@ -21,9 +21,8 @@ from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.experiment.trial import Trial
 from lightning_accel.experiment.trial_runs import ORACLE_SAMPLES, TrialSide
-from lightning_accel.memory.costs import kind_of
+from lightning_accel.memory.costs import kept_bytes, kind_of
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
-from lightning_accel.memory.saved_bytes import kept_bytes
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
 from lightning_accel.techniques.first_calls import tried_at_first_calls
 from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingOptions

@@ -34,8 +34,18 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lightning_accel.memory.by_strategy import DeviceMemory, Strategy, memory_per_device
-from lightning_accel.memory.decoder import Attention, Batch, Checkpointing, Decoder, DecoderRun, Optimizer, Precision
+from lightning_accel.memory.by_strategy import (
+    Attention,
+    Batch,
+    Checkpointing,
+    Decoder,
+    DecoderRun,
+    DeviceMemory,
+    Optimizer,
+    Precision,
+    Strategy,
+    memory_per_device,
+)
 from lightning_accel.memory.recompute import recomputed
 from lightning_accel.strategies import sharding
 from lightning_accel.strategies.sharding import shard

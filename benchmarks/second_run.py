@@ -163,7 +163,7 @@ def trained(
     from lightning_accel.experiment.store import Entry
     from lightning_accel.settings import Plan
     from lightning_accel.techniques.registry import declarations
-    from lightning_accel.tuning.tuning_cache import TUNINGS
+    from lightning_accel.tuning.verdict_cache import TUNINGS
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -24,7 +24,7 @@ def cache(*, clear: bool = False) -> int:
     """
     from lightning_accel.core.byte_size import format_bytes
     from lightning_accel.experiment.store import STORES, DamagedError, Store, cache_folder, kernel_folder, xla_folder
-    from lightning_accel.tuning.tuning_cache import TUNINGS  # late: --help answers without torch
+    from lightning_accel.tuning.verdict_cache import TUNINGS  # late: --help answers without torch
 
     compiled = (("compiled kernels", "compile", kernel_folder()), ("compiled programs", "XLA", xla_folder()))
     sizes = [(*one, format_bytes(size)) for one in compiled if (size := _size_bytes(one[-1]))]

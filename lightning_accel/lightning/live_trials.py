@@ -23,9 +23,8 @@ from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.trials import LiveTrials
-from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
-from lightning_accel.tuning.verdict_cache import Known
+from lightning_accel.tuning.verdict_cache import TUNINGS, Known, run_key
 
 _LOOKS_AGAIN = 16  # batches between two checks of the remaining length of a run that is too short
 _TRIAL_BATCHES = 2  # batches on which techniques run their own trials

@@ -16,7 +16,7 @@ from lightning_accel.experiment.store import DamagedError, Key, Store
 from lightning_accel.search.job import TrialSetup, TuneJob
 from lightning_accel.search.judging import Facts, Objective
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.tuning_cache import parameters_of
+from lightning_accel.tuning.verdict_cache import parameters_of
 
 
 def _read(found: Mapping[str, Any]) -> tuple[float, dict[str, Facts], dict[str, Result]]:

@@ -20,28 +20,23 @@ _TOKENS, _WIDTH, _VOCABULARY = (2, 256), 128, 256
 _MLP_STEPS = 4  # in a turn, with one step of the transformer
 
 
-def _transformer() -> Callable[[], Tensor]:
+def _turn() -> list[Callable[[], None]]:
+    """Returns the steps of a turn."""
     layers = [nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, batch_first=True, dropout=0.0) for _ in range(2)]
-    net = nn.Sequential(nn.Embedding(_VOCABULARY, _WIDTH), *layers, nn.Linear(_WIDTH, _VOCABULARY))
+    transformer = nn.Sequential(nn.Embedding(_VOCABULARY, _WIDTH), *layers, nn.Linear(_WIDTH, _VOCABULARY))
     tokens = torch.randint(_VOCABULARY, _TOKENS)
-    return _step(net, lambda: F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()))
-
-
-def _mlp() -> Callable[[], Tensor]:
-    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    mlp = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     inputs, labels = torch.randn(64, 64), torch.randint(10, (64,))
-    return _step(net, lambda: F.cross_entropy(net(inputs), labels))
+    return [_step(transformer, tokens, tokens), *[_step(mlp, inputs, labels)] * _MLP_STEPS]
 
 
-def _step(net: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _step(net: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
-    def step() -> Tensor:
-        loss = loss_of()
-        loss.backward()  # type: ignore[no-untyped-call]
+    def step() -> None:
+        F.cross_entropy(net(inputs).flatten(0, -2), labels.flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        return loss
 
     return step
 
@@ -49,16 +44,15 @@ def _step(net: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]
 def main() -> None:
     """Runs as many turns as each message says, until the process is ended."""
     torch.manual_seed(0)
-    transformer, mlp = _transformer(), _mlp()
+    steps = _turn()
     peak = PeakMemory(torch.device("cpu"))
     connection = connect()
     while True:
         turns = connection.recv()
         faults, stopwatch = page_faults(), Stopwatch()
         for _ in range(turns):
-            transformer()
-            for _ in range(_MLP_STEPS):
-                mlp()
+            for step in steps:
+                step()
         seconds = stopwatch.seconds() / turns
         faults = (page_faults() - faults) // turns
         connection.send({"seconds": seconds, "faults": faults, "peak_bytes": peak.peak_bytes()})

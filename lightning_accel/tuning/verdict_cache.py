@@ -1,10 +1,11 @@
-"""The cache of trial verdicts, for later runs of exactly the same program on the same machine.
+"""The caches of settled live trials and of trial verdicts, for later runs on the same machine.
 
-A trial compares numbers on the user's own first batch, and its verdict holds for this case. So it is reused only if
-nothing that it depends on has changed: the source of the program and of the model's classes, the command line, the
-shapes of the model's parameters and the other contents of its modules
-(:mod:`~lightning_accel.tuning.model_fingerprint`), the first batch's shapes, the plan, the machine, the versions, the
-number of threads. Otherwise, and if one of these is unknown, the trial runs again; so do failed and week-old ones.
+Settled live trials hold for the same model, and are audited again. A trial compares numbers on the user's own first
+batch, and its verdict holds for this case. So it is reused only if nothing that it depends on has changed: the source
+of the program and of the model's classes, the command line, the shapes of the model's parameters and the other contents
+of its modules (:mod:`~lightning_accel.tuning.model_fingerprint`), the first batch's shapes, the plan, the machine, the
+versions, the number of threads. Otherwise, and if one of these is unknown, the trial runs again; so do failed and
+week-old ones.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
@@ -24,13 +25,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_accel.core.package_version import own_version
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.digest import digest
 from lightning_accel.experiment.store import DamagedError, Key, Store
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
 from lightning_accel.tuning.model_fingerprint import described
-from lightning_accel.tuning.tuning_cache import run_key
 from lightning_accel.tuning.tuning_result import Tuning
+
+TUNINGS = Store("tuning", lambda found: replace(Tuning.from_dict(found), is_earlier=True))
+"""The settled trials, by :func:`run_key`."""
 
 GOOD_FOR = timedelta(days=7)
 
@@ -80,6 +85,23 @@ def program_key(model: nn.Module, batch: Any, host: str, settings: str, held: st
         }
     except Exception:  # objects of other libraries may raise, but a cache must not end a run
         return None
+
+
+def run_key(model: nn.Module, batch: Any, host: str, arms: Sequence[Arm] = ()) -> dict[str, str]:
+    """Returns the key of a run: parameters, batch shapes up to the next power of two, machine, versions, arms."""
+    shapes = [[(size - 1).bit_length() for size in t.shape] for t in tensors_in(batch) if not t.is_nested]
+    return {
+        "model": f"{type(model).__qualname__} {digest(parameters_of(model))}",
+        "batch": repr(shapes),
+        "host": host,
+        "versions": f"torch {torch.__version__}, {own_version()}",
+        "arms": ", ".join(sorted(f"{arm.name}={'|'.join(arm.choices)}" for arm in arms)),
+    }
+
+
+def parameters_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Returns the parameters' names, shapes, dtypes and whether each needs a gradient."""
+    return [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
 
 
 def _read(found: Mapping[str, Any]) -> tuple[dict[str, Verdicts], Tuning | None]:

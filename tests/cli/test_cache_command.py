@@ -13,8 +13,8 @@ from lightning_accel.__main__ import main
 from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.experiment.store import Store, cache_folder, kernel_folder, xla_folder
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.verdict_cache import TUNINGS, run_key
 
 WHOLE = Result("whole plan", "faster", RatioInterval(1.31, 1.27, 1.35), 24)
 

@@ -23,7 +23,7 @@ from lightning_accel import AccelPlugin
 from lightning_accel.experiment.store import STORES, Entry, Store
 from lightning_accel.lightning import live_trials
 from lightning_accel.settings import Plan
-from lightning_accel.tuning.tuning_cache import TUNINGS
+from lightning_accel.tuning.verdict_cache import TUNINGS
 from support.live_runs import OTHERS_OFF, Speed, Timed, batches, fit, simulated
 
 pytestmark = pytest.mark.numbers

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_accel.experiment.pair_test import RatioInterval
 from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning.comparison import Result
-from lightning_accel.tuning.tuning_cache import TUNINGS, run_key
 from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.verdict_cache import TUNINGS, run_key
 
 ARMS = [Arm("attention", ("on",), lambda choice: None)]
 WHOLE = Result("whole plan", "faster", RatioInterval(1.3, 1.2, 1.4), 24)

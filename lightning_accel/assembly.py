@@ -27,8 +27,8 @@ from lightning_accel.techniques.base import BuildContext, OomFallback, Technique
 from lightning_accel.techniques.gradient_checkpointing import MemoryBudget
 from lightning_accel.techniques.mixed_precision import MixedPrecision
 from lightning_accel.techniques.registry import declarations, plain
-from lightning_accel.tuning.loop import LoopTuning
 from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.turns import LoopTuning
 
 LIGHTNINGS_OWN = ("precision", "preprocess")
 """Techniques that plugins and loops of Lightning carry out in a Lightning run."""

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,7 @@ class Spread:
         return ""
 
 
+@dataclass(eq=False)
 class Measuring:
     """Measures the spread of an original, as far as a verdict needs it.
 
@@ -92,44 +93,41 @@ class Measuring:
     An example are batch statistics of half a batch.
     """
 
-    def __init__(
-        self,
-        expected: Sequence[Tensor],  # the original's own result
-        coarsest: torch.dtype,  # of the dtypes in the computation
-        oracle: Callable[[], Sequence[Tensor] | None] = lambda: None,  # computes the original in float64, if it can
-        others: Iterable[Sequence[Tensor]] = (),  # the original in other orders, computed on request
-        alike: Spread = Spread(),  # the spread of a similar computation, such as another layer of the model
-        formulas: Iterable[Sequence[Tensor]] = (),  # the original by other formulas, whose errors gradients may have
-        num_results: int = 0,  # the number of tensors that are results: the others are gradients
-    ) -> None:
-        eps = torch.finfo(coarsest).eps
+    expected: Sequence[Tensor]  # the original's own result
+    coarsest: torch.dtype  # of the dtypes in the computation
+    oracle: Callable[[], Sequence[Tensor] | None] = lambda: None  # computes the original in float64, if it can
+    others: InitVar[Iterable[Sequence[Tensor]]] = ()  # the original in other orders, computed on request
+    alike: Spread = Spread()  # the spread of a similar computation, such as another layer of the model
+    formulas: Iterable[Sequence[Tensor]] = ()  # the original by other formulas, whose errors gradients may have
+    num_results: int = 0  # the number of tensors that are results: the others are gradients
+
+    def __post_init__(self, others: Iterable[Sequence[Tensor]]) -> None:
+        eps = torch.finfo(self.coarsest).eps
         # In half precision, the last rounding is most of the error. In wider dtypes, a library may round several times.
         self._rounding = eps / 2 if eps > _HALF_PRECISION else 2 * eps
-        self._expected, self._oracle = expected, oracle
-        self._others, self._formulas, self._num_results = iter(others), iter(formulas), num_results
+        self._others = iter(others)
         self._of_formula = Deviation()  # the error that gradients may have because of a formula
-        self._alike = alike
         self._yardstick: Sequence[Tensor] | None = None
-        self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, alike.is_whole
+        self._seen, self._num_orders, self._is_whole = Deviation(noise=self._rounding), 0, self.alike.is_whole
 
     @property
     def spread(self) -> Spread:
         """Returns the spread as far as it is known, at least the rounding of the dtype."""
         # Independent errors average out over a result; least over the smallest result.
-        averaged = self._seen.noise / math.sqrt(max(1, min((t.numel() for t in self._expected), default=1)))
+        averaged = self._seen.noise / math.sqrt(max(1, min((t.numel() for t in self.expected), default=1)))
         allowed_bias = max(FACTOR * max(self._seen.bias, averaged), _BIAS_FLOOR)
         own = Deviation(FACTOR * self._seen.noise, allowed_bias)
-        return Spread(own | self._alike.allowed, self._num_orders + self._alike.num_orders, self._is_whole)
+        return Spread(own | self.alike.allowed, self._num_orders + self.alike.num_orders, self._is_whole)
 
     def judged(self, actual: Sequence[Tensor]) -> tuple[Deviation, str]:
         """Returns the deviation of a candidate, and the objection to it; empty if there is none."""
-        found = deviation(actual, self._expected, smallest=0.25 * _SMALLEST)
+        found = deviation(actual, self.expected, smallest=0.25 * _SMALLEST)
         # The original's distance from the unknown float64 result is at most one spread. So a candidate passes if it
         # differs from the original by at most three of the four allowed spreads. The norms of both results differ by at
         # most the square root of the rounding (hence the quarter above). So do the errors along them, as a share.
         near = math.sqrt(self._rounding)
         most = Deviation((1 + near) * found.noise, (1 + near) ** 2 * (found.bias + near * found.noise))
-        if not (self.spread.objection(most, 1 - 1 / FACTOR) and self._alike.objection(most, APART)):
+        if not (self.spread.objection(most, 1 - 1 / FACTOR) and self.alike.objection(most, APART)):
             return found, ""
         yardstick = self._ask_oracle()
         found = deviation(actual, yardstick)
@@ -139,12 +137,12 @@ class Measuring:
 
     def _is_off_by_formula(self, actual: Sequence[Tensor], yardstick: Sequence[Tensor]) -> bool:
         """Returns whether results agree, and gradients have no larger error than a formula that candidates share."""
-        results, gradients = slice(self._num_results), slice(self._num_results, None)
-        is_without_oracle = yardstick is self._expected  # perhaps for lack of memory, which a formula may need, too
+        results, gradients = slice(self.num_results), slice(self.num_results, None)
+        is_without_oracle = yardstick is self.expected  # perhaps for lack of memory, which a formula may need, too
         if is_without_oracle or self.spread.objection(deviation(actual[results], yardstick[results])):
             return False
         found = deviation(actual[gradients], yardstick[gradients])
-        for run in self._formulas:
+        for run in self.formulas:
             off = deviation(run[gradients], yardstick[gradients])
             self._of_formula |= Deviation(APART * off.noise, APART * off.bias)
         return not Spread(self.spread.allowed | self._of_formula).objection(found)
@@ -167,10 +165,10 @@ class Measuring:
 
     def _ask_oracle(self) -> Sequence[Tensor]:
         """Computes the float64 result, and counts the original's own result as the first order."""
-        oracle = self._oracle()
+        oracle = self.oracle()
         # If the original is far from its oracle (it overflows, or its shapes depend on rounding), anything would pass.
-        if oracle is None or not self._take(self._expected, oracle):
-            oracle, self._num_orders = self._expected, 1
+        if oracle is None or not self._take(self.expected, oracle):
+            oracle, self._num_orders = self.expected, 1
         self._yardstick = oracle
         return oracle
 

@@ -25,8 +25,15 @@ from lightning_accel.lightning.oom_page import OPTIMIZER, TRAINING, headline, ou
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.split_batches import SplitBatches
 from lightning_accel.lightning.step_snapshot import begins_gradients
-from lightning_accel.memory.inventory import Inventory, take_inventory, who_asked
-from lightning_accel.memory.oom_report import SAME_WHERE, StepMemoryError, error_with, page
+from lightning_accel.memory.oom_report import (
+    SAME_WHERE,
+    Inventory,
+    StepMemoryError,
+    error_with,
+    page,
+    take_inventory,
+    who_asked,
+)
 from lightning_accel.memory.pressure import Pressure, Toll
 from lightning_accel.step.layers import STEPS, Call, Layer
 

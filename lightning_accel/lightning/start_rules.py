@@ -11,7 +11,7 @@ from lightning_accel.core.report import Report
 from lightning_accel.lightning.batch_transfer import takes_loader
 from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.packages import ParallelStrategy, Strategy, Trainer, TrainerFn
-from lightning_accel.memory.inventory import has_limit_of_its_own
+from lightning_accel.memory.oom_report import has_limit_of_its_own
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 

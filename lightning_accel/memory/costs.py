@@ -62,6 +62,17 @@ class BlockCosts:
     argument_elements: int  # size of its arguments, to recognise larger batches
     saved_by_operator: Mapping[str, int]  # bytes that autograd saves if everything is kept, by operator
 
+    @property
+    def leanest(self) -> Policy:
+        """The policy of a block without a plan."""
+        return "full" if "full" in self.by_policy else self.smallest
+
+    @property
+    def smallest(self) -> Policy:
+        """The policy that keeps the fewest bytes, to a page, and among equals needs the least in backward."""
+        found = self.by_policy
+        return min(found, key=lambda policy: (found[policy].kept_bytes >> 12, found[policy].backward_bytes))
+
     def of_call(self, elements: float, shared_bytes: int) -> dict[Policy, BlockCost]:
         """Returns the costs of a call, in proportion to its size. Kept bytes include arguments that only it holds."""
         factor = elements / self.argument_elements if self.argument_elements else 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,7 +23,6 @@ from lightning_accel.memory.buffers import Region
 class Flight:
     """A running copy, which keeps the memory at both ends alive."""
 
-    number: int  # position among the copies of its mover, which end in order
     bytes: Tensor  # the end on the device: uint8, (n,)
     region: Region  # the other end, of which it uses the first n bytes
     outward: bool  # whether it leaves the device
@@ -48,7 +46,6 @@ class Mover(ABC):
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._flights: deque[Flight] = deque()  # in the order in which they start, and end
-        self._numbers = itertools.count()
 
     def out(self, source: Tensor, region: Region, *, in_flight: int) -> None:
         """Starts to copy ``source`` (uint8, ``(n,)``) into ``region``, and keeps it alive until the copy ends.
@@ -72,7 +69,7 @@ class Mover(ABC):
         self._wait(flight, current)
         if current is not None and current != flight.stream:
             flight.bytes.record_stream(current)  # the allocator knows only the stream that allocated it
-        while self._flights and self._flights[0].number <= flight.number:  # earlier copies are over too
+        while flight in self._flights:  # earlier copies, which are before it, are over too
             self._release()
         return flight.bytes
 
@@ -91,7 +88,7 @@ class Mover(ABC):
         self.drain()
 
     def _begin(self, on_device: Tensor, region: Region, *, outward: bool) -> Flight:
-        flight = Flight(next(self._numbers), on_device, region, outward)
+        flight = Flight(on_device, region, outward)
         self._start(flight)
         self._flights.append(flight)
         return flight

@@ -26,17 +26,7 @@ from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.torch_private.autograd import is_in_backward
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCost, BlockCosts, Policy, kind_of, measure_block, run_block
-from lightning_accel.memory.knapsack import (
-    MAX_ROUNDS,
-    SLACK,
-    Choice,
-    KnapsackProblem,
-    Policies,
-    Rounds,
-    by_call,
-    leanest,
-    solve,
-)
+from lightning_accel.memory.knapsack import MAX_ROUNDS, SLACK, Choice, KnapsackProblem, Policies, Rounds
 from lightning_accel.memory.meter import MemoryInterval, MeterBusyError, meter_for
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.recorder import BlockCall, OptimizerWatch, StepRecorder
@@ -177,7 +167,11 @@ class Planner:
             return
         self._steps += 1
         if self._busy:
-            self._wait_for_meter()
+            self._waited += 1
+            if self._waited > MAX_WAITING_STEPS:
+                why = f"not planned, every block recomputes: the memory could not be measured, {self._busy}"
+                self.state = replace(self.state, gave_up=why)
+            self._busy = ""
         self._advance()
         self._called.clear()
         self._elements.clear()
@@ -199,7 +193,7 @@ class Planner:
         """Moves to the next state, with several ranks to rank 0's. All ranks call this at the same steps."""
         state = replace(self.state, remark="")
         if state.phase == "learning" and self._costs and not self._unlearned:
-            state = replace(state, phase="timing", policies={site: leanest(c) for site, c in self._costs.items()})
+            state = replace(state, phase="timing", policies={site: c.leanest for site, c in self._costs.items()})
         elif state.phase == "learning" and not self._costs and not self._unlearned and self._steps > LEARNING_STEPS:
             state = replace(state, gave_up="not planned: no block can be recomputed")
         elif state.phase == "confirming" and state.schedule is not None and state.schedule.measured_ms is not None:
@@ -296,9 +290,9 @@ class Planner:
         self._outgrown = {}
         costs = {call: self._costs_of(call, size) for call, size in self._planned.items()}
         problem = self._last = self._last.with_costs(costs, factor, self._fixed().total)
-        found, remark = solve(problem, round(self._budget * (1 - SLACK))), ""
+        found, remark = problem.solve_by_site(round(self._budget * (1 - SLACK))), ""
         if found is None:
-            found = {stage.call.site: leanest(self._costs[stage.call.site]) for stage in problem.stages}
+            found = {stage.call.site: self._costs[stage.call.site].leanest for stage in problem.stages}
             remark = (
                 f"memory.budget: a batch larger than any before may not fit into"
                 f" {format_bytes(self._budget)}; every block now needs as little as it can."
@@ -315,7 +309,7 @@ class Planner:
 
     def _scheduled(self, problem: KnapsackProblem, policies: Policies, offloads_rest: bool) -> MemorySchedule:
         """Returns the schedule in which each block follows its policy, with the predicted memory and time."""
-        chosen = by_call(problem, policies)
+        chosen = problem.by_call(policies)
         kept: Choice = dict.fromkeys(chosen, "keep")
         is_plain_known = all("keep" in stage.by_policy for stage in problem.stages)
         return MemorySchedule(
@@ -337,7 +331,7 @@ class Planner:
     def _step_ms(self, choice: Choice) -> float:
         """Returns the predicted milliseconds of a step. Deterministic runs report them, but decide nothing by them."""
         costs = [(self._costs[call.site], policy) for call, policy in choice.items()]
-        extra = sum(cost.by_policy[policy].ms - cost.by_policy[leanest(cost)].ms for cost, policy in costs)
+        extra = sum(cost.by_policy[policy].ms - cost.by_policy[cost.leanest].ms for cost, policy in costs)
         return max(0.0, self._base_ms + extra)
 
     def _impossible(self, least_bytes: int) -> str:
@@ -355,10 +349,3 @@ class Planner:
 
     def _fixed(self) -> FixedMemory:
         return FixedMemory.of(self._model, self.optimizers.seen)
-
-    def _wait_for_meter(self) -> None:
-        reason, self._busy = self._busy, ""
-        self._waited += 1
-        if self._waited > MAX_WAITING_STEPS:
-            gave_up = f"not planned, every block recomputes: the memory could not be measured, {reason}"
-            self.state = replace(self.state, gave_up=gave_up)

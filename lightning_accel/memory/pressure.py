@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
-from lightning_accel.memory.inventory import has_limit_of_its_own, limit_bytes
+from lightning_accel.memory.oom_report import has_limit_of_its_own, limit_bytes
 
 _TIGHT = 0.7
 """A peak above this share of the memory is too close to the limit for a step without a safety net."""

@@ -1,4 +1,7 @@
-"""The search: tries the largest possible gain first, then leaves each change out, then compares all with plain."""
+"""The search: tries the largest possible gain first, then leaves each change out, then compares all with plain.
+
+:class:`SearchProgress` shows it: a line that is rewritten on a terminal, and a line for each comparison.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+from typing_extensions import Self, override
+
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.data.worker_schedule import LEAST_WAIT
 from lightning_accel.experiment.subprocess_runner import SubprocessError
 from lightning_accel.search.job import TrialSetup
 from lightning_accel.search.judging import Facts
 from lightning_accel.search.knobs import Knob, knobs
-from lightning_accel.search.progress import SearchProgress
 from lightning_accel.search.setup_runs import SetupRuns
 from lightning_accel.tuning.comparison import Result
 
@@ -88,7 +95,7 @@ class Search:
 
     def _begin(self) -> None:
         """Runs the original setup. If that does not fit into the limit, finds one that does."""
-        self._watcher.trying("the run as it is")
+        self._watcher.trying("the run as it is", _PLAIN)
         try:
             plain = self._bench.look_anew(_PLAIN)
             if not self._bench.is_limit_given:
@@ -122,7 +129,7 @@ class Search:
         changes += [TrialSetup(batch_size=one, accumulate=effective // one) for one in sizes]
         for change in changes:
             tried = setup.with_(change)
-            self._watcher.trying(f"{tried}, to fit into the limit")
+            self._watcher.trying(f"{tried}, to fit into the limit", _PLAIN)
             try:
                 facts = self._bench.facts(tried)
             except SubprocessError:  # for example, a model without repeated blocks
@@ -171,7 +178,6 @@ class Search:
         result = self._compare(name, self.outcome.best, candidate)
         if result.is_won:
             self.outcome.best = candidate
-        self._watcher.told(result, self.outcome.best)
         return result.is_won
 
     def _compare_whole(self) -> None:
@@ -179,7 +185,6 @@ class Search:
         if outcome.best == _PLAIN or self._start != _PLAIN:
             return
         outcome.whole = self._compare("everything", _PLAIN, outcome.best, is_last=True)
-        self._watcher.told(outcome.whole, outcome.best)
         if outcome.whole.verdict in ("not faster", "raised an error", "out of memory", "needs more memory"):
             outcome.notes.append("All changes together were no better than the run as it is: nothing is changed.")
             outcome.best = _PLAIN
@@ -187,13 +192,14 @@ class Search:
     def _compare(self, name: str, original: TrialSetup, candidate: TrialSetup, *, is_last: bool = False) -> Result:
         result = self._bench.answers.result(original, candidate)
         if result is None:
-            self._watcher.trying(name)
+            self._watcher.trying(name, self.outcome.best)
             if not is_last and self._left() < self._bench.least_s(self._bench.facts(original)):
                 raise _OutOfTimeError
             seconds = self._deadline.left_s() if is_last else _SHARE * self._left()
             result = self._bench.compare(name, original, candidate, seconds)
         if result not in self.outcome.results:  # a single change was already compared with the original run
             self.outcome.results.append(result)
+            self._watcher.told(result)
         return result
 
     def _left(self) -> float:
@@ -215,3 +221,51 @@ class Search:
 
 def _in_words(count: int) -> str:
     return f"{count / 2**30:.2f}GiB" if count >= 2**30 else f"{count / 2**20:.0f}MiB"
+
+
+class SearchProgress:
+    """Shows what is being tried, the best setup so far, and the remaining time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._console = Console(stderr=True)
+        self._line = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            _TimeLeft(seconds),
+            console=self._console,
+            transient=True,
+            refresh_per_second=2,  # it shares the processor with the timed runs
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._line.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        self._line.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._line.stop()
+
+    def trying(self, what: str, best: TrialSetup) -> None:
+        self._line.update(self._task, description=f"trying {what} · best so far: {best}")
+
+    def told(self, result: Result) -> None:
+        """Prints the result of a comparison."""
+        line = f"{result.name}: {better(result)}, {result.interval}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def better(result: Result) -> str:
+    """Returns the verdict as text: a setup that saves memory may be better although slower."""
+    words: dict[str, str] = {"faster": "better", "not faster": "no better"}
+    return words.get(result.verdict, result.verdict)
+
+
+class _TimeLeft(ProgressColumn):
+    def __init__(self, seconds: float) -> None:
+        self._deadline = Deadline(seconds)
+        super().__init__()
+
+    @override
+    def render(self, task: Task) -> Text:
+        return Text(f"· {max(0.0, self._deadline.left_s()):.0f} s left")

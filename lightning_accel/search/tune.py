@@ -24,8 +24,7 @@ from lightning_accel.lightning.packages import LightningDataModule, LightningMod
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import LOADER_SETTINGS, TrialSetup, TuneJob
 from lightning_accel.search.judging import OBJECTIVES, Facts, Objective
-from lightning_accel.search.progress import SearchProgress, better
-from lightning_accel.search.search import Search, SearchOutcome
+from lightning_accel.search.search import Search, SearchOutcome, SearchProgress, better
 from lightning_accel.search.search_cache import answers_for
 from lightning_accel.search.setup_runs import SetupRuns
 

@@ -154,9 +154,7 @@ class _Description:
             yield from self._items({name: getattr(value, name, None) for name in slots} | (own or {}))
 
     def _items(self, items: Any) -> Iterator[str]:
-        for name, value in items.items():
-            yield from self._any(name)
-            yield from self._any(value)
+        yield from self._all(part for item in items.items() for part in item)
 
     def _all(self, values: Iterable[Any]) -> Iterator[str]:
         for value in values:

@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.memory.inventory import Inventory, limit_bytes, take_inventory, who_asked
-from lightning_accel.memory.oom_report import Remedy, StepMemoryError, error_with, page
+from lightning_accel.memory.oom_report import (
+    Inventory,
+    Remedy,
+    StepMemoryError,
+    error_with,
+    limit_bytes,
+    page,
+    take_inventory,
+    who_asked,
+)
 
 GIB = 1 << 30
 

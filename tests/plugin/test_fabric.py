@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel import AccelFabricPlugin, AccelPlugin
-from lightning_accel.tuning.loop import LoopTuning
+from lightning_accel.tuning.turns import LoopTuning
 from support.lightning_models import cnn, footprint
 
 pytestmark = pytest.mark.numbers

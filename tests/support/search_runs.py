@@ -108,12 +108,12 @@ class Quiet:
     def __init__(self, wins: int = 1000) -> None:
         self.wins = wins
 
-    def trying(self, what: str) -> None: ...
-
-    def told(self, result: Result, best: TrialSetup) -> None:
-        self.wins -= result.is_won
+    def trying(self, what: str, best: TrialSetup) -> None:
         if not self.wins:
             raise KeyboardInterrupt
+
+    def told(self, result: Result) -> None:
+        self.wins -= result.is_won
 
 
 def searched(

@@ -45,15 +45,11 @@ _AT_ONCE = 1 << 14  # numbers that a CPU converts to float64 at once: they fit i
 
 @dataclass(frozen=True)
 class Deviation:
-    """The distance of one result from another.
+    """The distance of one result from another."""
 
-    Attributes:
-        noise: The largest relative error: the norm of the difference over the norm of the true result.
-        bias: The largest relative error in the direction of the result itself: 0.01 for a scale that is off by 1%. Pure
-            noise has little of it.
-    """
-
-    noise: float = 0.0
+    noise: float = 0.0  # the largest relative error: the norm of the difference over the norm of the true result
+    # The largest relative error in the direction of the result itself: 0.01 for a scale that is off by 1%. Pure noise
+    # has little of it.
     bias: float = 0.0
 
     def __or__(self, other: Deviation) -> Deviation:
@@ -62,17 +58,11 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Spread:
-    """The allowed error of a candidate.
+    """The allowed error of a candidate."""
 
-    Attributes:
-        allowed: The largest deviation that passes.
-        num_orders: The number of orders in which the original was computed, here and for similar computations.
-        is_whole: Whether these were all possible orders.
-    """
-
-    allowed: Deviation = Deviation()
-    num_orders: int = 0
-    is_whole: bool = False
+    allowed: Deviation = Deviation()  # the largest deviation that passes
+    num_orders: int = 0  # in which the original was computed, here and for similar computations
+    is_whole: bool = False  # whether these were all possible orders
 
     def objection(self, found: Deviation, times: float = 1.0) -> str:
         """Describes how a deviation exceeds ``times`` the allowed one; empty if it does not."""

@@ -31,27 +31,16 @@ _TOO_DEAR = "not tried to its end: it would cost more than this run can pay"
 
 @dataclass(frozen=True, kw_only=True)
 class NumbersComparison:
-    """The measurements of a trial.
+    """The measurements of a trial."""
 
-    Attributes:
-        failure: The candidate's error, or how its numbers differ; empty if they agree.
-        cut_short: Whether the trial ended early: ``"failed"`` with an error, or ``"too_dear"`` for the purse.
-        error: The candidate's largest relative error, against the oracle if one was computed.
-        original_ms: The least milliseconds of the original, forward and backward; None if untimed.
-        candidate_ms: The candidate's.
-        left_behind: Buffers, attributes and inputs that the forward pass changed (and the trial restored).
-        spread: The allowed error, as far as it had to be measured.
-        is_same: Whether the candidate's numbers equal the original's bit by bit; None if not compared.
-    """
-
-    failure: str = ""
-    cut_short: Literal["", "failed", "too_dear"] = ""
-    error: float = 0.0
-    original_ms: float | None = None
-    candidate_ms: float | None = None
-    left_behind: tuple[str, ...] = ()
-    spread: Spread | None = None
-    is_same: bool | None = None
+    failure: str = ""  # the candidate's error, or how its numbers differ; empty if they agree
+    cut_short: Literal["", "failed", "too_dear"] = ""  # whether it ended early, with an error or for the purse
+    error: float = 0.0  # the candidate's largest relative error, against the oracle if one was computed
+    original_ms: float | None = None  # the least milliseconds of the original, forward and backward; None if untimed
+    candidate_ms: float | None = None  # the candidate's
+    left_behind: tuple[str, ...] = ()  # buffers, attributes and inputs that forward changed (and the trial restored)
+    spread: Spread | None = None  # the allowed error, as far as it had to be measured
+    is_same: bool | None = None  # whether the candidate's numbers equal the original's bitwise; None if not compared
 
     @property
     def kind(self) -> VerdictKind:

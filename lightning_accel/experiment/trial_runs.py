@@ -29,17 +29,12 @@ _WIDE = 6.0  # the approximate time of the original in float64, as a multiple of
 
 @dataclass(frozen=True)
 class TrialSide:
-    """One side of a trial.
+    """One side of a trial."""
 
-    Attributes:
-        call: The computation, called with the site's own arguments.
-        state: A context around the call, untimed, that prepares the model for this side.
-        arguments: Converts the arguments to this side's form, untimed: another memory layout, for example, which its
-            results may have, too.
-    """
-
-    call: Call
+    call: Call  # the computation, called with the site's own arguments
+    # A context around the call, untimed, that prepares the model for this side.
     state: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # Converts the arguments to this side's form, untimed: another memory layout, say, which its results may have, too.
     arguments: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
     def given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -53,40 +48,25 @@ class TooDearError(Exception):
 
 @dataclass
 class TrialRuns:
-    """Runs two ways to compute one thing, on copies of one set of arguments.
+    """Runs two ways to compute one thing, on copies of one set of arguments."""
 
-    Attributes:
-        module: The module whose parameters take part; one without parameters if only the arguments do.
-        args: The positional arguments, as the user's code passed them.
-        kwargs: The keyword arguments.
-        with_gradients: Whether to compare and time the backward pass too.
-        samples: The number of samples for the oracle, limited to save memory; None: all.
-        judged: Selects from the outputs what is compared.
-        wide: The original for float64 arguments; by default ``forward`` of a copy of the module in float64.
-        has_dropout: Whether dropout stays on in the comparison, for sides that would be recompiled without it.
-        keeps_strides: Whether outputs must have the original's memory layout.
-        keeps_kernels: Whether the library builds and keeps a kernel for every shape, dtype and number of threads. Then
-            the original runs on the whole batch only, and its own result is the yardstick.
-        purse: Must be able to pay for another call as long as the last one, or the trial ends; None: no limit.
-        alike: The spread of the same computation on other numbers of the same shapes, as far as it was measured.
-        formulas: The same computation by formulas that candidates share: their gradients may have the same error.
-        convolves: Whether the computation has convolutions that are not modules.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
+    module: nn.Module  # the module whose parameters take part; one without parameters if only the arguments do
+    args: tuple[Any, ...]  # as the user's code passed them
     kwargs: dict[str, Any] = field(default_factory=dict)
-    with_gradients: bool = True
-    samples: int | None = ORACLE_SAMPLES
-    judged: Callable[[Any], Any] = lambda outputs: outputs
-    wide: Call | None = None
-    has_dropout: bool = False
-    keeps_strides: bool = True
+    with_gradients: bool = True  # whether to compare and time the backward pass too
+    samples: int | None = ORACLE_SAMPLES  # for the oracle, limited to save memory; None: all
+    judged: Callable[[Any], Any] = lambda outputs: outputs  # selects what is compared
+    wide: Call | None = None  # the original for float64 arguments; None: ``forward`` of a copy of the module in float64
+    has_dropout: bool = False  # whether dropout stays on in the comparison: without it a side would be recompiled
+    keeps_strides: bool = True  # whether outputs must have the original's memory layout
+    # Whether the library builds and keeps a kernel for every shape, dtype and number of threads. Then the original runs
+    # on the whole batch only, and its own result is the yardstick.
     keeps_kernels: bool = False
-    purse: Purse | None = None
-    alike: Spread = field(default_factory=Spread)
+    purse: Purse | None = None  # must be able to pay for another call as long as the last, or the trial ends
+    alike: Spread = field(default_factory=Spread)  # of other numbers of the same shapes, as far as it was measured
+    # The same computation by formulas that candidates share: their gradients may have the same error.
     formulas: Sequence[TrialSide] = ()
-    convolves: bool = False
+    convolves: bool = False  # whether the computation has convolutions that are not modules
 
     def __post_init__(self) -> None:
         tensors = [*self.module.parameters(), *tensors_in((self.args, self.kwargs))]

@@ -23,7 +23,7 @@ from lightning_accel.core.text_columns import aligned
 from lightning_accel.lightning.packages import LightningDataModule, LightningModule, Trainer, own
 from lightning_accel.lightning.plugin import AccelPlugin
 from lightning_accel.search.job import LOADER_SETTINGS, TrialSetup, TuneJob
-from lightning_accel.search.judging import OBJECTIVES, Facts, Objective
+from lightning_accel.search.judging import OBJECTIVES, Objective
 from lightning_accel.search.search import Search, SearchOutcome, SearchProgress, better
 from lightning_accel.search.search_cache import answers_for
 from lightning_accel.search.setup_runs import SetupRuns
@@ -186,12 +186,13 @@ def _result(outcome: SearchOutcome, job: TuneJob, places: Mapping[str, Sequence[
         if not places.get(name):
             notes.append(f"{name}={value} has to be written by hand: no configuration has a place for it.")
     if best.plan:
-        before, after = job.plan.to_dict(), job.plan.replace(**best.plan).to_dict()
-        settings["accel"] = {name: value for name, value in after.items() if value != before[name]}
+        old, new = job.plan.to_dict(), job.plan.replace(**best.plan).to_dict()
+        settings["accel"] = {name: value for name, value in new.items() if value != old[name]}
     effective = (best.batch_size or 0) * (best.accumulate or job.accumulate)
     if best.batch_size and job.batch_size and effective != job.batch_size * job.accumulate:
         times = effective / (job.batch_size * job.accumulate)
         notes.append(f"An optimizer step sees {times:g}x as many samples as before. The learning rate is as it was.")
+    before, after = outcome.facts.get(TrialSetup().key), outcome.facts.get(best.key)
     rows = ((one.name, f"{better(one)}: {one.interval}, on {one.turns} steps") for one in outcome.results)
     return TuneResult(
         settings=settings,
@@ -199,7 +200,7 @@ def _result(outcome: SearchOutcome, job: TuneJob, places: Mapping[str, Sequence[
         has_changes=best != TrialSetup(),
         has_compared=bool(outcome.results),
         ratio="" if outcome.whole is None or best == TrialSetup() else str(outcome.whole.interval),
-        memory=_memory_ratio(outcome.facts, best),
+        memory=1.0 if before is None or after is None else after.peak_bytes / before.peak_bytes,
         is_whole=outcome.is_whole,
         table="\n".join(aligned(rows)),
         notes=tuple(notes),
@@ -210,8 +211,3 @@ def _put(settings: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for key in path[:-1]:
         settings = settings.setdefault(key, {})
     settings[path[-1]] = value
-
-
-def _memory_ratio(facts: Mapping[str, Facts], best: TrialSetup) -> float:
-    before, after = facts.get(TrialSetup().key), facts.get(best.key)
-    return 1.0 if before is None or after is None else after.peak_bytes / before.peak_bytes

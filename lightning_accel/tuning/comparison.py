@@ -91,14 +91,10 @@ class ArmComparison:
         self._excess: list[float] = []  # extra time of its turns over a plain turn, in plain turns
         self._original_s: list[float] = []  # seconds of the original's turns
         self._charged = 0.0
-        self._turns = self._all_turns()
+        self.turns = self._all_turns()
         self._peaks: dict[int, int] = {}
         self._looks = [0, 0]  # measurements of peak memory for each side
-        self._failure: Verdict | None = None
-
-    def next_turn(self) -> Turn:
-        """Returns the next turn."""
-        return next(self._turns)
+        self.failure: Verdict | None = None  # why the candidate cannot run, which ends the comparison
 
     def _all_turns(self) -> Iterator[Turn]:
         sides, side = (self.original, self.candidate), 0
@@ -147,10 +143,6 @@ class ArmComparison:
         """Returns whether to measure the memory of a turn: in a few turns that do not count, since it takes time."""
         return turn.pair is None and self._looks[turn.side] < _LOOKS
 
-    def failed(self, verdict: Verdict) -> None:
-        """Ends the comparison, since the candidate cannot run."""
-        self._failure = verdict
-
     @property
     def cost(self) -> float:
         """Returns the cost of the candidate, in turns of a plain run.
@@ -173,7 +165,7 @@ class ArmComparison:
     def result(self) -> Result | None:
         """Returns the result; None while the comparison goes on."""
         peaks = (self._peaks[0], self._peaks[1]) if len(self._peaks) == 2 else ()
-        verdict = self._failure or self._verdict(price_of_memory(*peaks) if peaks else 0.0)
+        verdict = self.failure or self._verdict(price_of_memory(*peaks) if peaks else 0.0)
         if verdict is None:
             return None
         turns = 2 * self._length * len(self.test)

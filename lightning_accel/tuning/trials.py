@@ -67,7 +67,7 @@ class LiveTrials(Questions):
         self._take_up()
         if self._comparison is None:
             self._advance(None)
-        turn = Turn(self.tuning.choices) if self._comparison is None else self._comparison.next_turn()
+        turn = Turn(self.tuning.choices) if self._comparison is None else next(self._comparison.turns)
         self._choose(turn.choices)
         self._set_up = turn if self._setups.are_under_way else self._set_up
         self._metered = None
@@ -92,7 +92,7 @@ class LiveTrials(Questions):
         comparison = self._on_trial(side=1)
         if comparison is None:
             return False
-        comparison.failed(verdict)
+        comparison.failure = verdict
         self._choose(comparison.original)
         self._conclude()
         return True
@@ -191,7 +191,7 @@ class LiveTrials(Questions):
         if self._latest:  # otherwise an earlier run's plan was set up, which is not charged as a trial
             self._budget.spend(seconds / self._latest.typical_s)
         if self._comparison is not None and self._comparison.name.partition("=")[0] in self._setups.lost:
-            self._comparison.failed("refused in its trial")
+            self._comparison.failure = "refused in its trial"
             self._conclude()
         self._hold(self.tuning.choices)
 

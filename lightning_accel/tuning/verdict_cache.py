@@ -42,17 +42,11 @@ GOOD_FOR = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Known:
-    """Verdicts of an earlier run.
+    """Verdicts of an earlier run."""
 
-    Attributes:
-        decisions: The verdicts of each technique, site by site.
-        tuning: The settled results of live trials; None if there were none.
-        written: The time at which they were stored, in UTC.
-    """
-
-    decisions: dict[str, Verdicts]
-    tuning: Tuning | None
-    written: datetime
+    decisions: dict[str, Verdicts]  # of each technique, site by site
+    tuning: Tuning | None  # the settled results of live trials; None if there were none
+    written: datetime  # the time at which they were stored, in UTC
 
 
 def program_key(model: nn.Module, batch: Any, host: str, settings: str, held: str | None = None) -> Key | None:

@@ -32,7 +32,7 @@ class TrialRun:
     """One training under a setup, which waits between two blocks of turns.
 
     Raises:
-        SubprocessError: The training does not start.
+        SubprocessError: The training does not start or, in a method, has ended.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -42,11 +42,7 @@ class TrialRun:
         self.most_bytes: int = self.ready.peak_bytes  # peak memory, including the first steps
 
     def block(self, turns: int) -> Block:
-        """Trains for so many turns.
-
-        Raises:
-            SubprocessError: The run has ended.
-        """
+        """Trains for so many turns."""
         self._worker.send(turns)
         answer: Block = self._answer()
         self.most_bytes = max(self.most_bytes, answer.peak_bytes)

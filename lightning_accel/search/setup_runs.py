@@ -35,6 +35,8 @@ _QUESTIONS = 10  # the approximate number of questions, among which the error ra
 class SetupRuns:
     """Runs of one job, each in its own process, and their comparisons.
 
+    Methods that run a setup raise a :class:`SubprocessError` if it does not train.
+
     Args:
         limit: The bytes that a run may hold. If None, ``available``, or what the original run holds if that is more.
         available: The bytes that the machine has for two runs.
@@ -69,22 +71,14 @@ class SetupRuns:
         job.write(self._path)
 
     def facts(self, setup: TrialSetup, beside: TrialSetup | None = None) -> Facts:
-        """Returns the measurements of ``setup``; runs it if there are none. The run of ``beside`` stays alive.
-
-        Raises:
-            SubprocessError: The run does not train.
-        """
+        """Returns the measurements of ``setup``; runs it if there are none. The run of ``beside`` stays alive."""
         if setup.key not in self.answers.facts:
             self._keep(setup, beside or setup)
             self.answers.facts[setup.key] = self._measured(setup)
         return self.answers.facts[setup.key]
 
     def look_anew(self, setup: TrialSetup) -> Facts:
-        """Measures ``setup`` again. If the run has become another one, forgets all earlier results.
-
-        Raises:
-            SubprocessError: The run does not train.
-        """
+        """Measures ``setup`` again. If the run has become another one, forgets all earlier results."""
         before, now = self.answers.facts.get(setup.key), self._measured(setup)
         if before is not None and not now.is_like(before):
             self.answers.forget()
@@ -104,8 +98,7 @@ class SetupRuns:
     def compare(self, name: str, original: TrialSetup, candidate: TrialSetup, seconds: float) -> Result:
         """Compares the speed of two setups and decides which one is better, in about ``seconds``.
 
-        Raises:
-            SubprocessError: The original does not run any more.
+        A candidate that does not run is not better; only an original that does not run any more raises.
         """
         result = self._compared(name, original, candidate, seconds)
         if result.turns:  # a setup that could not run may run another time
@@ -198,11 +191,7 @@ class SetupRuns:
         return min(by_steps, by_epochs)
 
     def run(self, setup: TrialSetup) -> TrialRun:
-        """Returns the run of a setup, warm, and waiting for turns.
-
-        Raises:
-            SubprocessError: The run does not train.
-        """
+        """Returns the run of a setup, warm, and waiting for turns."""
         if setup.key not in self._alive or self._alive[setup.key].is_over:
             self._alive[setup.key] = TrialRun(self._worker(setup))
         return self._alive[setup.key]

@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_accel.lightning.packages import LAST_NAMES, PACKAGES, Package, imported, in_order_of
+from lightning_accel.lightning.packages import LAST_NAMES, PACKAGES, Package, imported
 
 NAMES = {
     "accel": ("AccelStrategy", "One device, with AccelPlugin and the device pipeline"),
@@ -38,11 +38,11 @@ def register_strategies() -> None:
 def _register(package: Package) -> None:
     registry = package.get("pytorch.strategies", "StrategyRegistry")
     for name, (class_name, description) in NAMES.items():
-        registry.register(name, partial(_made, class_name, package), description, override=True)
+        registry.register(name, partial(_made, class_name), description, override=True)
 
 
-def _made(class_name: str, package: Package, **settings: Any) -> Any:
-    return in_order_of(package, getattr(import_module("lightning_accel"), class_name))(**settings)
+def _made(class_name: str, **settings: Any) -> Any:
+    return getattr(import_module("lightning_accel"), class_name)(**settings)
 
 
 class _AtImport(MetaPathFinder):

@@ -41,7 +41,7 @@ from lightning_accel import AccelPlugin, Plan, accelerate
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.claims.measure import timed_ms
 from lightning_accel.techniques.flash_attention.dispatch import ORIGINAL, Dispatch, Judge, shape_class
-from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
+from lightning_accel.techniques.flash_attention.sites import MultiheadSite
 from lightning_accel.techniques.registry import declarations
 from lightning_accel.techniques.technique_context import TechniqueContext
 

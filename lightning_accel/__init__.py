@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_accel.strategies.fsdp import AccelFSDPStrategy as AccelFSDPStrategy
     from lightning_accel.strategies.single_device import AccelStrategy as AccelStrategy
     from lightning_accel.techniques.activation_offloading import OffloadingOptions as OffloadingOptions
-    from lightning_accel.techniques.flash_attention.explain import explain as explain
+    from lightning_accel.techniques.flash_attention.finder import explain as explain
     from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention as FlashMultiheadAttention
     from lightning_accel.techniques.flash_attention.settings import FlashAttentionOptions as FlashAttentionOptions
 
@@ -58,7 +58,7 @@ _HOMES = {
     "strategies.fsdp": ("AccelFSDPStrategy",),
     "strategies.single_device": ("AccelStrategy",),
     "techniques.activation_offloading": ("OffloadingOptions",),
-    "techniques.flash_attention.explain": ("explain",),
+    "techniques.flash_attention.finder": ("explain",),
     "techniques.flash_attention.multihead": ("FlashMultiheadAttention",),
     "techniques.flash_attention.settings": ("FlashAttentionOptions",),
 }

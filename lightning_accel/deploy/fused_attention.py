@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from lightning_accel.techniques.flash_attention.form import AttentionForm, Edit
+from lightning_accel.techniques.flash_attention.call import AttentionForm, Edit
 from lightning_accel.techniques.flash_attention.graph import equal_sizes, value
 from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 from lightning_accel.techniques.flash_attention.match import find_attention

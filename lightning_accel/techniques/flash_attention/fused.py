@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.form import AttentionForm, Edit, Order
+from lightning_accel.techniques.flash_attention.call import AttentionCall, AttentionForm, Edit, Order
 from lightning_accel.techniques.flash_attention.graph import is_tensor, value
 from lightning_accel.techniques.flash_attention.masks import (
     CAUSAL,

@@ -24,7 +24,7 @@ from lightning_accel.core.torch_private.modes import has_modes, without_dispatch
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
-from lightning_accel.techniques.flash_attention.form import AttentionFinding
+from lightning_accel.techniques.flash_attention.call import AttentionFinding
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 

@@ -23,8 +23,7 @@ from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.torch_private.compilation import register_constant
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
-from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.form import Edit
+from lightning_accel.techniques.flash_attention.call import AttentionCall, Edit
 from lightning_accel.techniques.flash_attention.masks import CAUSAL, attend_edited
 
 EagerAttention = Callable[..., tuple[Tensor, Tensor | None]]

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lightning_accel.techniques.flash_attention.form import Edit
+from lightning_accel.techniques.flash_attention.call import Edit
 from lightning_accel.techniques.flash_attention.graph import (
     VIEWS,
     Labels,

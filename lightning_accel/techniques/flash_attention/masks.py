@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel.core.torch_private.tensors import version_of
-from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.form import Band, Edit
+from lightning_accel.techniques.flash_attention.call import AttentionCall, Band, Edit
 
 Attend = Callable[[AttentionCall], Tensor]
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lightning_accel.techniques.flash_attention.form import AttentionFinding, AttentionForm, Edit, Order
+from lightning_accel.techniques.flash_attention.call import AttentionFinding, AttentionForm, Edit, Order
 from lightning_accel.techniques.flash_attention.graph import (
     Softmax,
     argument,

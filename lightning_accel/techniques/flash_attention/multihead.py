@@ -19,9 +19,8 @@ from typing_extensions import override
 from lightning_accel.core.checks import check_choice
 from lightning_accel.core.host import Host
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, Backend, attend
-from lightning_accel.techniques.flash_attention.call import AttentionCall
+from lightning_accel.techniques.flash_attention.call import AttentionCall, Edit
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
-from lightning_accel.techniques.flash_attention.form import Edit
 from lightning_accel.techniques.flash_attention.masks import (
     MaskMemory,
     added,

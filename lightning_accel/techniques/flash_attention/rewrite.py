@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lightning_accel.techniques.flash_attention.call import sdpa
-from lightning_accel.techniques.flash_attention.form import AttentionFinding, AttentionForm, Edit
+from lightning_accel.techniques.flash_attention.call import AttentionFinding, AttentionForm, Edit, sdpa
 from lightning_accel.techniques.flash_attention.fused import Compute, FusedAttention, MaskSource
 from lightning_accel.techniques.flash_attention.graph import (
     VIEWS,

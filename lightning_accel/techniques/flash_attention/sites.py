@@ -1,16 +1,31 @@
-"""What every kind of attention site offers to the trial, whichever way its attention was found."""
+"""What every kind of attention site offers to the trial, and those that say themselves how to be switched.
+
+Those are ``nn.MultiheadAttention``, alone and inside ``nn.Transformer`` and its layers, and attention in the style of
+timm: modules that carry a switch, ``fused_attn``, between their own and torch's attention.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.activation import MultiheadAttention  # a program may replace it in torch.nn
+from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import override
 
+from lightning_accel.core.module_copies import silent_copy
+from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
-from lightning_accel.techniques.flash_attention.backends import Backend
+from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
+from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
+from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention, multihead_forward
+from lightning_accel.techniques.site import Site
 
 Forward = Callable[..., Any]
 
@@ -59,3 +74,92 @@ class AttentionSite(ABC):
             return lambda *args, **kwargs: self.run(backend, original, args, kwargs)
 
         rehearsal.rehearse(functools.partial(original, self.module), by, args, kwargs, module=self.module, **how)
+
+
+# -- nn.MultiheadAttention ------------------------------------------------------------------------------------------
+
+
+class MultiheadSite(AttentionSite):
+    """An ``nn.MultiheadAttention``, or a subclass that leaves its forward pass as it is."""
+
+    what = "nn.MultiheadAttention"
+    module: MultiheadAttention
+
+    def __init__(self, site: str, module: MultiheadAttention) -> None:
+        super().__init__(site, module)
+        self._has_weights = False
+
+    @override
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(by, Rehearsal):
+            # All of it is torch's own code, down to the projections, which are done otherwise too.
+            judged = (lambda outputs: outputs[0]) if caller_discards_weights() else (lambda outputs: outputs)
+            self.rehearse_whole(by, original, args, kwargs, judged=judged)
+            return original(self.module, *args, **kwargs)
+        outputs = multihead_forward(self.module, *args, **kwargs, backend=by)
+        self._has_weights = outputs[1] is not None
+        return outputs
+
+    @override
+    def nothing_found(self) -> str | None:
+        return "its attention weights are asked for, and may be read" if self._has_weights else None
+
+
+def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Site]:
+    """Every ``nn.MultiheadAttention`` in ``model``: a site, or why it is none."""
+    for site, module in model.named_modules():
+        if not isinstance(module, MultiheadAttention):
+            continue
+        if isinstance(module, FlashMultiheadAttention):
+            yield Site(site, why_not="already fused")
+        elif type(module).forward is not MultiheadAttention.forward:
+            yield Site(site, why_not=f"{type(module).__name__} computes attention in a forward pass of its own")
+        elif is_parametrized(module):
+            yield Site(site, why_not="its weights are computed from others by a parametrization, at every call")
+        elif "forward" in vars(module):
+            yield Site(site, why_not="its forward pass was replaced by another's code")
+        else:
+            yield MultiheadSite(site, module)
+
+
+# -- fused_attn -----------------------------------------------------------------------------------------------------
+
+
+def find_fused_attn(model: nn.Module) -> Iterator[FusedAttnSite | Site]:
+    """The modules of ``model`` whose forward reads their ``fused_attn``; those that have it on as refusals.
+
+    A switch that a script has frozen, or that is not a plain boolean, is none.
+    """
+    for site, module in model.named_modules():
+        switch = vars(module).get("fused_attn")
+        if isinstance(switch, bool) and _reads_switch(type(module)):
+            yield Site(site, why_not="fused already: its fused_attn is True") if switch else FusedAttnSite(site, module)
+
+
+class FusedAttnSite(AttentionSite):
+    """A module with its ``fused_attn`` off."""
+
+    what = "fused_attn switch"
+
+    @override
+    def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(by, Rehearsal):
+            # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
+            FusedAttnSite(self.site, silent_copy(self.module)).rehearse_whole(by, original, args, kwargs)
+            return original(self.module, *args, **kwargs)
+        with applied(AttributePatch(self.site, "", self.module, "fused_attn", True)), _preferring(by):
+            return original(self.module, *args, **kwargs)
+
+
+def _preferring(backend: Backend) -> AbstractContextManager[Any]:
+    """Torch's attention with the backend's kernel first, if it is one of torch's, and the others behind it."""
+    if backend.name not in TORCH_KERNELS:
+        return nullcontext()
+    first = TORCH_KERNELS[backend.name][0]
+    others = [kernel for kernel, _ in TORCH_KERNELS.values() if kernel is not first]
+    return sdpa_kernel([first, *others, SDPBackend.MATH], set_priority=True)
+
+
+def _reads_switch(kind: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "fused_attn" in code.co_names

@@ -14,7 +14,7 @@ from lightning_accel.techniques.flash_attention.backends import BACKENDS, Sdpa
 from lightning_accel.techniques.flash_attention.call import AttentionCall
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights, discards_second_item
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
-from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite
+from lightning_accel.techniques.flash_attention.sites import MultiheadSite
 
 Caller = Callable[[Any, Tensor], Any]
 global_output: Any = None

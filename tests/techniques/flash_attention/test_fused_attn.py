@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
-from lightning_accel.techniques.flash_attention.fused_attn import FusedAttnSite, find_fused_attn
+from lightning_accel.techniques.flash_attention.sites import FusedAttnSite, find_fused_attn
 from lightning_accel.techniques.site import Site
 
 pytestmark = pytest.mark.numbers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.multihead import FlashMultiheadAttention
-from lightning_accel.techniques.flash_attention.multihead_site import MultiheadSite, find_multihead
+from lightning_accel.techniques.flash_attention.sites import MultiheadSite, find_multihead
 from lightning_accel.techniques.site import Site
 from support.techniques.flash_attention.multihead_cases import EMBED_DIM, NUM_HEADS, inputs, padding, pair
 from support.techniques.flash_attention.recorder import Recorder

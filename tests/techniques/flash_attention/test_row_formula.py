@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel import Plan, accelerate
+from lightning_accel.techniques.flash_attention.backend_trial import ByRows
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
-from lightning_accel.techniques.flash_attention.row_formula import ByRows
 from support.errors import relative_error
 from support.technique_table import off
 

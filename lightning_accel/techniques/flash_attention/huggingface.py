@@ -5,27 +5,24 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.patch import AttributePatch, Patch
+from lightning_accel.core.patch import AttributePatch, Patch, applied
 from lightning_accel.core.torch_private.modules import hooks_of
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.huggingface_interface import (
     EAGER_MASKS,
     OWN_MASKS,
+    ModelSwitch,
     Request,
     all_without_mask,
-    eager_function,
-    has_implementation,
-    hold,
     implementation,
-    implementation_attribute,
-    may_switch,
-    release,
+    interface_modules,
     weights_are_collected,
 )
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
@@ -37,7 +34,7 @@ def find_huggingface(model: nn.Module) -> Iterator[HuggingFaceSite | Site]:
 
     Modules of transformers that compute attention by hand are none of these.
     """
-    for site, module, config in _interface_modules(model):
+    for site, module, config in interface_modules(model):
         name = implementation(config)
         # transformers' own hooks do nothing until weights are asked for, which a site notices.
         owners = [getattr(hook, "__module__", "") for hook in hooks_of(module)[0].values()]
@@ -68,16 +65,13 @@ class HuggingFaceSite(AttentionSite):
         self._missed = self._why_not(name, args, kwargs)
         if self._missed is not None:
             return original(self.module, *args, **kwargs)
-        switch = ModelSwitch(self.site, config, EAGER_MASKS) if name == "eager" else None
-        setattr(self.module, Request.NAME, request)
         try:
-            if switch is not None:
-                switch.apply()
-            return original(self.module, *args, **kwargs)
+            with ExitStack() as stack:
+                if name == "eager":
+                    stack.enter_context(applied(ModelSwitch(self.site, config, EAGER_MASKS)))
+                stack.enter_context(applied(AttributePatch(self.site, "", self.module, Request.NAME, request)))
+                return original(self.module, *args, **kwargs)
         finally:
-            if switch is not None:
-                switch.undo()
-            delattr(self.module, Request.NAME)
             self._missed = request.missed
 
     @override
@@ -94,34 +88,14 @@ class HuggingFaceSite(AttentionSite):
         return None
 
 
-class ModelSwitch(AttributePatch):
-    """Has a model's masks built for fused attention: none where it is plainly causal.
-
-    By its config alone, and not, as transformers' own setter would, by those below it.
-    """
-
-    def __init__(self, site: str, config: Any, name: str = OWN_MASKS) -> None:
-        change = "masks of eager attention → of fused attention"
-        super().__init__(site, change, config, implementation_attribute(config), name)
-
-    @override
-    def _apply(self) -> None:
-        hold(self)
-        super()._apply()
-
-    @override
-    def _undo(self) -> None:
-        super()._undo()
-        release(self)
-
-
 def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
     """A switch for every config all of whose attention modules were kept.
 
     Left out are configs that belong to no model (nobody builds masks by them), that ask for attention weights, or a
     module of which would take a missing mask for a causal one.
     """
-    found = list(_interface_modules(model)) if may_switch() else []
+    # 4.57 warns of a config that says our name between calls, where attention weights are asked for.
+    found = list(interface_modules(model)) if "transformers.utils.output_capturing" in sys.modules else []
     as_it_is = {id(config) for site, module, config in found if site not in kept_sites or module in all_without_mask}
     switched = {id(config) for _, _, config in found} - as_it_is
     switches: dict[int, Patch] = {}
@@ -132,12 +106,3 @@ def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:
         if is_model and id(config) in switched and implementation(config) == "eager" and not has_weights:
             switches.setdefault(id(config), ModelSwitch(site, config))
     return list(switches.values())
-
-
-def _interface_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    if "transformers.modeling_utils" not in sys.modules:  # then there is no class of transformers to have one of
-        return
-    for site, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if has_implementation(config) and eager_function(type(module)) is not None:
-            yield site, module, config

@@ -12,14 +12,16 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_accel.core.module_copies import silent_copy
+from lightning_accel.core.patch import AttributePatch
 from lightning_accel.core.torch_private.compilation import register_constant
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
@@ -47,24 +49,37 @@ EAGER_MASKS = _Name("lightning_accel_eager_masks")
 OWN_MASKS = _Name("lightning_accel")
 
 
-_holders: list[Any] = []  # of our functions in transformers' registries, there while there are any
+_holders: list[ModelSwitch] = []  # of our functions in transformers' registries, there while there are any
 
 
-def hold(holder: Any) -> None:
-    """Puts our functions, by name, into transformers' registries."""
-    _holders.append(holder)
-    if len(_holders) == 1:
-        attention, masks = _registries()
-        attention.update({OWN_MASKS: accel_attention, EAGER_MASKS: _with_eager_masks})
-        masks.update({OWN_MASKS: _mask, EAGER_MASKS: masks["eager"]})
+class ModelSwitch(AttributePatch):
+    """Has a model's masks built for fused attention: none where it is plainly causal.
 
+    By its config alone, and not, as transformers' own setter would, by those below it. The first puts our functions, by
+    name, into transformers' registries, and the last takes them out.
+    """
 
-def release(holder: Any) -> None:
-    """Takes them out, with the last that holds them."""
-    _holders.remove(holder)
-    for registry in () if _holders else _registries():
-        registry.pop(OWN_MASKS, None)
-        registry.pop(EAGER_MASKS, None)
+    def __init__(self, site: str, config: Any, name: str = OWN_MASKS) -> None:
+        internal = "_attn_implementation_internal"  # the public property sets the configs below it as well
+        attribute = internal if internal in vars(config) else "_attn_implementation"
+        super().__init__(site, "masks of eager attention → of fused attention", config, attribute, name)
+
+    @override
+    def _apply(self) -> None:
+        _holders.append(self)
+        if len(_holders) == 1:
+            attention, masks = _registries()
+            attention.update({OWN_MASKS: accel_attention, EAGER_MASKS: _with_eager_masks})
+            masks.update({OWN_MASKS: _mask, EAGER_MASKS: masks["eager"]})
+        super()._apply()
+
+    @override
+    def _undo(self) -> None:
+        super()._undo()
+        _holders.remove(self)
+        for registry in () if _holders else _registries():
+            registry.pop(OWN_MASKS, None)
+            registry.pop(EAGER_MASKS, None)
 
 
 def _registries() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,20 +98,19 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def has_implementation(config: Any) -> bool:
-    """Whether a config says which attention is used."""
-    return hasattr(config, "_attn_implementation")
+def interface_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """The modules whose attention goes through transformers' interface: site, module, the config that says which."""
+    if "transformers.modeling_utils" not in sys.modules:  # then there is no class of transformers to have one of
+        return
+    for site, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation") and eager_function(type(module)) is not None:
+            yield site, module, config
 
 
 def implementation(config: Any) -> str:
     """Which attention a config says: ``"eager"``, ``"sdpa"``, one of our names."""
     return config._attn_implementation or "eager"  # None where no model was made from it: eager attention then
-
-
-def implementation_attribute(config: Any) -> str:
-    """Where a config keeps it; the public property sets the configs below it as well."""
-    internal = "_attn_implementation_internal"
-    return internal if internal in vars(config) else "_attn_implementation"
 
 
 def weights_are_collected(module: nn.Module) -> bool:
@@ -111,11 +125,6 @@ def weights_are_collected(module: nn.Module) -> bool:
     collector = getattr(capturing, "_active_collector", None)
     collected = collector.get() if collector is not None else None
     return any("attentions" in key for key in collected or ())
-
-
-def may_switch() -> bool:
-    """Whether a config may say our name between calls: 4.57 warns of it where attention weights are asked for."""
-    return "transformers.utils.output_capturing" in sys.modules
 
 
 _eager_functions: dict[type[nn.Module], EagerAttention | None] = {}  # Dynamo reads a dict, and no functools.cache

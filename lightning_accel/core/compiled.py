@@ -107,7 +107,7 @@ def compile_call(
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return original(self, *args, **kwargs)
 
-            compiled = torch.compile(_with_own_code(forward), backend=backend)
+            compiled = torch.compile(with_own_code(forward), backend=backend)
             return lambda self, *args, **kwargs: compiled(self, *args, **kwargs)  # a plain function can be bound
 
         patch = vars(module)[_FORWARD_PATCH] = MethodPatch("", "compiled", module, "forward", compiled_forward)
@@ -119,11 +119,11 @@ def compile_call(
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return modules.eager_call(module)(*args, **kwargs)
 
-        kind.call = torch.compile(_with_own_code(call), backend=backend)
+        kind.call = torch.compile(with_own_code(call), backend=backend)
     set_compiled_call(module, functools.partial(kind.call, module))
 
 
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function with a code object of its own.
 
     Torch keeps compiled versions with the code object: a limited number, searched one by one at every call. If all
@@ -134,7 +134,10 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, FunctionType)
     # Torch records by function name which sizes change between calls. Different blocks need different names.
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_NUMBERS)}")
-    return FunctionType(code, function.__globals__, function.__name__, closure=function.__closure__)
+    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copy = FunctionType(code, *parts)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def undo_compile(module: nn.Module) -> None:

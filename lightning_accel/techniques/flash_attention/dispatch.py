@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import MethodPatch
 from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import tensors_in
@@ -55,14 +55,14 @@ class Judge:
             self.run.revise(site, verdict)
 
 
-class Dispatch(Patch):
+class Dispatch(MethodPatch):
     """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it.
 
     Backends are tried as the ``judge`` says.
     """
 
     def __init__(self, attention: AttentionSite, judge: Judge) -> None:
-        super().__init__(attention.site, f"{attention.what} → fused")
+        super().__init__(attention.site, f"{attention.what} → fused", attention.module, "forward", self._dispatched)
         self.attention = attention
         self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
         self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
@@ -71,11 +71,11 @@ class Dispatch(Patch):
         self.is_paused = False  # whether none may in this step
         self.is_differentiated_twice = False  # by a gradient penalty: kernels have no second derivative
         self._judge = judge
-        self._method = MethodPatch(attention.site, "", attention.module, "forward", self._wrap)
 
     @override
     def _apply(self) -> None:
-        self._method.apply()
+        if self.value is None:  # else it stands there still
+            super()._apply()
         self.is_refused = False
 
     @override
@@ -90,7 +90,7 @@ class Dispatch(Patch):
 
     def remove(self) -> None:
         """Takes the site's forward back; what was bound over it must be gone by then."""
-        self._method.undo()
+        super()._undo()
         self.attention.close()
 
     @property
@@ -107,9 +107,9 @@ class Dispatch(Patch):
         if self.is_differentiated_twice:
             why = "its gradients are differentiated again, which fused kernels do not support"
             self.refuse(Verdict("refused", why))
-            return
-        self.choices.update(choices)
-        self.is_open = True
+        else:
+            self.choices.update(choices)
+            self.is_open = True
 
     def adopt_tried(self) -> None:
         """Puts in force what was tried in the step before."""
@@ -124,7 +124,7 @@ class Dispatch(Patch):
 
     # -- a call ------------------------------------------------------------------------------------------------
 
-    def _wrap(self, original: Forward) -> Forward:
+    def _dispatched(self, original: Forward) -> Forward:
         dispatch = self
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

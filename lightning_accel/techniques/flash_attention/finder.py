@@ -68,11 +68,11 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
             found[site] = module
     # What holds attention further down is more likely a whole model with a softmax at its end; captured, it would
     # take its parts' attention along.
-    return {site: module for site, module in found.items() if not any(_is_inside(other, site) for other in found)}
-
-
-def _is_inside(site: str, other: str) -> bool:
-    return site != other and site.startswith(f"{other}." if other else "")
+    return {
+        site: module
+        for site, module in found.items()
+        if not any(other != site and other.startswith(f"{site}." if site else "") for other in found)
+    }
 
 
 def _parts_in(module: nn.Module) -> set[str]:

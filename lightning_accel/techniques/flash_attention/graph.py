@@ -231,16 +231,16 @@ def _einsum(node: Node) -> Product | None:
     left, right = (_letters(side, rank(operand)) for side, operand in zip(sides, operands, strict=True))
     extra = max(sum(isinstance(label, tuple) for label in labels) for labels in (left, right))
     out = _letters(output, len(output.replace("...", "")) + (extra if "..." in output else 0))
-    shared = [label for label in left if label in right and label not in out]
     repeats = any(len(set(labels)) != len(labels) for labels in (left, right, out))
-    lost = [label for label in (*left, *right) if label not in out and label not in shared]
-    if repeats or lost or len(shared) != 1:
+    summed = {*left, *right}.difference(out)
+    if repeats or len(summed) != 1 or not summed <= {*left} & {*right}:
         return None
-    first, second = operands
-    contracted = value(first).shape[left.index(shared[0])], value(second).shape[right.index(shared[0])]
-    if not statically_known_true(contracted[0] == contracted[1]):  # one of one is stretched to the other
+    (contracted,), (first, second) = summed, operands
+    if not statically_known_true(  # one of one is stretched to the other
+        value(first).shape[left.index(contracted)] == value(second).shape[right.index(contracted)]
+    ):
         return None
-    return Product((first, second), (left, right), out, shared[0])
+    return Product((first, second), (left, right), out, contracted)
 
 
 def _letters(side: str, dims: int) -> Labels:

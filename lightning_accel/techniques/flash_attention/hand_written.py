@@ -6,7 +6,6 @@ anew, so that what runs is always a rewriting of what the module's own code woul
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
+from lightning_accel.core.compiled import with_own_code
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.module_copies import silent_copy
+from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.compilation import dynamo_is_off, outside_of_ddp
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes, without_function_modes
@@ -45,7 +46,7 @@ class Capture:
         self._backend: Backend | Rehearsal | None = None
         self._modes: Sequence[Any] = ()
         self._forward = forward
-        self._captured: Forward = torch.compile(_own_copy(forward), backend=self._rewritten)
+        self._captured: Forward = torch.compile(with_own_code(forward), backend=self._rewritten)
 
     def call(
         self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -119,14 +120,9 @@ class HandWrittenSite(AttentionSite):
             return self._run_captured(by, original, args, kwargs)
         # Somebody (gradient checkpointing) may run this call again, and what is recomputed must be computed by the
         # same operations: a copy is captured, which nobody watches.
-        module = self.module
-        try:
-            with isolated(module):
-                self.module = silent_copy(module)
-                self._run_captured(by, original, args, kwargs)
-        finally:
-            self.module = module
-        return original(module, *args, **kwargs)
+        with isolated(self.module), applied(AttributePatch(self.site, "", self, "module", silent_copy(self.module))):
+            self._run_captured(by, original, args, kwargs)
+        return original(self.module, *args, **kwargs)
 
     def _run_captured(
         self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,16 +164,3 @@ class HandWrittenSite(AttentionSite):
     @override
     def close(self) -> None:
         self.capture = None
-
-
-def _own_copy(forward: Forward) -> Forward:
-    """A function of the same code with a code object of its own.
-
-    Dynamo keeps what it captured, and its limit on how much of it, by code object, which all layers of a class share.
-    """
-    function = forward if isinstance(forward, types.FunctionType) else lambda *args, **kwargs: forward(*args, **kwargs)
-    assert isinstance(function, types.FunctionType)
-    code, name = function.__code__.replace(), function.__name__
-    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

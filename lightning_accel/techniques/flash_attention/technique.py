@@ -145,8 +145,7 @@ class FlashAttention(Technique):
     @override
     def step(self, stage: str) -> AbstractContextManager[None]:
         for dispatch in self._dispatches.values():
-            if dispatch.tried:
-                dispatch.adopt_tried()
+            dispatch.adopt_tried()
         if self._agreed:
             agreed, self._agreed = self._agreed, {}
             for site, verdict in agreed.items():

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.patch import MethodPatch
 from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.report import one_line
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.tolerance import Spread
-from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Rehearsal, WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import Backend
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
+from lightning_accel.techniques.site import PausedPatch
 from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts
 
 _MAX_CLASSES = 16  # of one site that are decided by trial; beyond, the nearest of them decides
@@ -55,14 +54,14 @@ class Judge:
             self.run.revise(site, verdict)
 
 
-class Dispatch(MethodPatch):
+class Dispatch(PausedPatch):
     """Lets a site's calls go to backends. Undone, all go to the original: other techniques may stand on top of it.
 
     Backends are tried as the ``judge`` says.
     """
 
     def __init__(self, attention: AttentionSite, judge: Judge) -> None:
-        super().__init__(attention.site, f"{attention.what} → fused", attention.module, "forward", self._dispatched)
+        super().__init__(attention.site, f"{attention.what} → fused", attention.module, self)
         self.attention = attention
         self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
         self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
@@ -83,7 +82,7 @@ class Dispatch(MethodPatch):
         self.is_refused = True
 
     @property
-    def is_fusing(self) -> bool:
+    def is_used(self) -> bool:
         """Whether some class of calls goes to a backend."""
         is_closed = not self.is_open or self.is_refused or self.is_paused
         return not is_closed and any(choice != ORIGINAL for choice in self.choices.values())
@@ -92,15 +91,6 @@ class Dispatch(MethodPatch):
         """Takes the site's forward back; what was bound over it must be gone by then."""
         super()._undo()
         self.attention.close()
-
-    @property
-    @override
-    def variants(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("on",) if self.is_fusing else ()
-
-    @override
-    def switch(self, variant: str) -> None:
-        self.is_paused = variant == OFF
 
     def open(self, choices: Mapping[str, str]) -> None:
         """Opens the site, with these choices."""
@@ -124,7 +114,8 @@ class Dispatch(MethodPatch):
 
     # -- a call ------------------------------------------------------------------------------------------------
 
-    def _dispatched(self, original: Forward) -> Forward:
+    def rebound(self, original: Forward) -> Forward:
+        """The site's forward from now on."""
         dispatch = self
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,6 @@ class HuggingFaceSite(AttentionSite):
     def __init__(self, site: str, module: nn.Module) -> None:
         super().__init__(site, module)
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self._missed: str | None = None
 
     @override
     def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,10 +72,6 @@ class HuggingFaceSite(AttentionSite):
                 return original(self.module, *args, **kwargs)
         finally:
             self._missed = request.missed
-
-    @override
-    def nothing_found(self) -> str | None:
-        return self._missed
 
     def _why_not(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if name not in ("eager", OWN_MASKS, EAGER_MASKS):

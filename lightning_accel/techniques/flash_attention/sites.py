@@ -38,6 +38,7 @@ class AttentionSite(ABC):
     def __init__(self, site: str, module: nn.Module) -> None:
         self.site = site  # its qualified name in the model
         self.module = module
+        self._missed: str | None = None  # why the last run had nothing to fuse
 
     @abstractmethod
     def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,7 +51,7 @@ class AttentionSite(ABC):
 
     def nothing_found(self) -> str | None:
         """After a run: why there was nothing to fuse in it; None if there was."""
-        return None
+        return self._missed
 
     def given_up(self) -> str | None:
         """Why it should be run no more; None if it should."""
@@ -85,10 +86,6 @@ class MultiheadSite(AttentionSite):
     what = "nn.MultiheadAttention"
     module: MultiheadAttention
 
-    def __init__(self, site: str, module: MultiheadAttention) -> None:
-        super().__init__(site, module)
-        self._has_weights = False
-
     @override
     def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(by, Rehearsal):
@@ -97,12 +94,8 @@ class MultiheadSite(AttentionSite):
             self.rehearse_whole(by, original, args, kwargs, judged=judged)
             return original(self.module, *args, **kwargs)
         outputs = multihead_forward(self.module, *args, **kwargs, backend=by)
-        self._has_weights = outputs[1] is not None
+        self._missed = None if outputs[1] is None else "its attention weights are asked for, and may be read"
         return outputs
-
-    @override
-    def nothing_found(self) -> str | None:
-        return "its attention weights are asked for, and may be read" if self._has_weights else None
 
 
 def find_multihead(model: nn.Module) -> Iterator[MultiheadSite | Site]:

@@ -119,7 +119,7 @@ class FlashAttention(Technique):
 
     def _edit_captured(self, graph: GraphModule) -> None:
         # Only where attention is fused elsewhere too.
-        if any(dispatch.is_fusing for dispatch in self._dispatches.values()):
+        if any(dispatch.is_used for dispatch in self._dispatches.values()):
             fuse_attention(graph)
 
     @override
@@ -164,7 +164,7 @@ class FlashAttention(Technique):
 
     def _switch_models(self) -> None:
         """Has transformers build masks for fused attention, or none, where all modules of a config take them."""
-        kept = {site for site, dispatch in self._dispatches.items() if dispatch.is_fusing}
+        kept = {site for site, dispatch in self._dispatches.items() if dispatch.is_used}
         self._switches.undo()
         self._switches = PatchSet(model_switches(self._model, kept))
         self._switches.apply()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,9 +50,7 @@ class FusedAttention:
     original: Callable[..., Tensor]  # what was there before, as a function of the inputs
     layout: tuple[int, ...] | None  # the dimensions from the outermost in memory on, where that makes a difference
     compute: Compute
-
-    def __post_init__(self) -> None:
-        self._memory = MaskMemory()
+    _memory: MaskMemory = field(default_factory=MaskMemory)
 
     def call(self, *args: Any) -> Tensor:
         return self.compute(self.original, self._fused, args)

@@ -248,19 +248,6 @@ def _letters(side: str, dims: int) -> Labels:
     return (*before, *_batch(dims - len(before) - len(after)), *after) if dots else tuple(side)
 
 
-def product_size(left: Tensor, right: Tensor, labels: tuple[Labels, Labels], out: Labels) -> torch.Size:
-    """The size that a product of the two will have."""
-    sizes: dict[Hashable, int] = {}
-    for tensor, names in zip((left, right), labels, strict=True):
-        sizes |= {name: size for name, size in zip(names, tensor.shape, strict=True) if sizes.get(name, 1) == 1}
-    return torch.Size(sizes[name] for name in out)
-
-
-def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a size that takes no memory, for whoever asks for nothing else."""
-    return torch.empty((), dtype=dtype, device=device).expand(size)
-
-
 # -- shapes --------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,14 @@ from lightning_accel.techniques.flash_attention.call import AttentionFinding, At
 from lightning_accel.techniques.flash_attention.fused import Compute, FusedAttention, MaskSource
 from lightning_accel.techniques.flash_attention.graph import (
     VIEWS,
+    Labels,
     equal_sizes,
     is_in_place,
     is_tensor,
     op_name,
     permuted,
-    product_size,
     rank,
     read_product,
-    stand_in,
     value,
     written_by,
 )
@@ -115,6 +114,19 @@ def _take_sizes_from_operands(graph: Graph) -> None:
         size.meta = {"example_value": value(like).shape}  # from which on a mask is made of numbers
         made.meta = dict(like.meta)
         node.update_arg(int(is_like), made)
+
+
+def product_size(left: Tensor, right: Tensor, labels: tuple[Labels, Labels], out: Labels) -> torch.Size:
+    """The size that a product of the two will have."""
+    sizes: dict[Hashable, int] = {}
+    for tensor, names in zip((left, right), labels, strict=True):
+        sizes |= {name: size for name, size in zip(names, tensor.shape, strict=True) if sizes.get(name, 1) == 1}
+    return torch.Size(sizes[name] for name in out)
+
+
+def stand_in(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a size that takes no memory, for whoever asks for nothing else."""
+    return torch.empty((), dtype=dtype, device=device).expand(size)
 
 
 # -- the replacement -----------------------------------------------------------------------------------------------

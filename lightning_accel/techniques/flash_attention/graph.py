@@ -43,6 +43,7 @@ _FILLED = {
     **dict.fromkeys(("tensor", "scalar_tensor", "to", "same", "expand", "expand_as"), (0, "data")),
     **{"new_full": (2, "fill_value"), "new_tensor": (1, "data")},
 }
+_SWITCHES = ("grad_enabled", "autocast", "inference_mode")
 _ARITHMETIC = ("neg", "mul", "add", "sub")
 _OF_TORCH = ("torch", operator.add.__module__, "operator")
 
@@ -277,3 +278,30 @@ def sizes_of_view(node: Node) -> Sequence[Any]:
 
 def _listed(args: Any) -> list[Any]:
     return list(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple | torch.Size) else list(args)
+
+
+# -- what is no attention ------------------------------------------------------------------------------------------
+
+
+class NotAttentionError(Exception):
+    """Why something that looked like attention is left alone; the text goes into the report."""
+
+
+def need(condition: bool, reason: str) -> None:
+    if not condition:
+        raise NotAttentionError(reason)
+
+
+def check_between(first: Node, last: Node, chain: Sequence[Node]) -> None:
+    """The fused call stands where the last product stood: nothing it reads, or runs under, may change before."""
+    own, node = {first}, first
+    while node is not last:
+        is_switch = any(switch in op_name(node) for switch in _SWITCHES)
+        need(not is_switch, "gradients or autocast are switched on or off between its two products")
+        is_own = all(target in own for target in written_by(node))
+        need(is_own, f"`{node.target}` writes to a tensor between its two products")
+        # Scores and weights are its own to write to, as is what was computed on the way and is no view.
+        if node in chain or (op_name(node) not in VIEWS and not written_by(node)):
+            own.add(node)
+        node = node.next
+    need(not written_by(last), "its result is written into a tensor that is there already")

@@ -18,29 +18,29 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lightning_accel.techniques.flash_attention.call import AttentionFinding, AttentionForm, Edit, Order
 from lightning_accel.techniques.flash_attention.graph import (
+    Labels,
+    NotAttentionError,
     Softmax,
     argument,
+    check_between,
     constant,
     equal_sizes,
     is_in_place,
     is_tensor,
+    need,
     op_name,
     permuted,
     rank,
     read_product,
     read_softmax,
+    sizes_of_view,
     value,
     written_by,
-)
-from lightning_accel.techniques.flash_attention.labelled_scores import (
-    LabelledScores,
-    NotAttentionError,
-    check_between,
-    need,
 )
 from lightning_accel.techniques.flash_attention.masks import HIDES_BELOW
 
 _DEPTH = 24  # operations between the first product and the softmax
+_RESHAPES = ("view", "unsqueeze", "squeeze", "flatten", "unflatten")
 
 
 def find_attention(graph: Graph) -> Iterator[AttentionFinding]:
@@ -75,14 +75,21 @@ def _path_from_product(node: Any, depth: int) -> list[Node]:
     return next(([*path, node] for path in paths if path), [])
 
 
-class _Reader(LabelledScores):
-    """Follows the scores from the first product to the softmax, and the weights from there to the second."""
+class _Reader:
+    """Follows the scores from the first product to the softmax, and the weights from there to the second.
+
+    Dimensions go by their labels, which stay with them when they are moved.
+    """
 
     def __init__(self, path: list[Node], softmax: Softmax) -> None:
         product = read_product(path[0])
         assert product is not None
         self.path, self.softmax, self.first = path, softmax, product
-        super().__init__(product.out, *self._row_and_column())
+        self.row, self.column = self._row_and_column()
+        self.labels: Labels = product.out  # of the dimensions at the node that was read last
+        self.batch = [label for label in product.out if label not in (self.row, self.column)]  # after a reshape, new
+        self.levels: list[Sequence[Any]] = [()]
+        self.edits: list[Edit] = []
         self.dropout_p: Any = 0.0
         self.zero_rows = softmax.is_safe
         self.spare: set[Node] = set()  # what was computed from the chain alone, and goes with it
@@ -146,6 +153,46 @@ class _Reader(LabelledScores):
             raise NotAttentionError(f"its weights are {'returned or stored' if is_stored else 'not used'}")
         self._check_users(node, "weights", users[0])
         return users[0]
+
+    # -- labels ----------------------------------------------------------------------------------------------------
+
+    def move(self, node: Node, before: Node) -> bool:
+        """Follows a transposition or a reshape; False if the node is neither."""
+        moved = permuted(node, self.labels)
+        if moved is not None:
+            self.labels = moved
+        elif op_name(node) in _RESHAPES and node.args[0] is before:
+            self._reshape(node, before)
+        else:
+            return False
+        return True
+
+    def _reshape(self, node: Node, before: Node) -> None:
+        """A reshape may fold and unfold batch dimensions; queries and keys must stay the last two."""
+        shape, old, last_two = value(node).shape, value(before).shape, self.labels[-2:]
+        is_moved = list(self.labels[:-2]) != self.batch or set(last_two) != {self.row, self.column}
+        is_kept = not is_moved and len(shape) >= 2 and equal_sizes(shape[-2:], old[-2:])
+        need(is_kept, "its scores or weights are reshaped across queries and keys")
+        sizes: Sequence[Any] = [size if isinstance(size, int) else -1 for size in shape[:-2]]
+        if sizes.count(-1) > 1:
+            sizes = sizes_of_view(node)[:-2] if op_name(node) == "view" else ()
+            is_known = len(sizes) == len(shape) - 2 and all(isinstance(size, int | Node) for size in sizes)
+            need(is_known, "its scores or weights are reshaped in a way that is not understood")
+        self.levels.append(sizes)
+        self.batch = [("level", len(self.levels), index) for index in range(len(sizes))]
+        self.labels = (*self.batch, *last_two)
+
+    def is_same_for_all_keys(self, tensor: Node) -> bool:
+        from_end = len(self.labels) - self.labels.index(self.column)
+        return rank(tensor) < from_end or statically_known_true(value(tensor).shape[-from_end] == 1)
+
+    def edit_by_tensor(self, kind: Any, tensor: Any, **rest: Any) -> None:
+        need(0 <= rank(tensor) <= len(self.labels), "a mask or bias has more dimensions than its scores")
+        self.edits.append(self.edit_of(kind, tensor, **rest))
+
+    def edit_of(self, kind: Any, tensor: Any, **rest: Any) -> Edit:
+        order = tuple(self.labels.index(label) for label in [*self.batch, self.row, self.column])
+        return Edit(kind, tensor, level=len(self.levels) - 1, order=order, **rest)
 
     # -- scores ----------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,11 @@ class FlashAttention(Technique):
             # In force from the next step on: where a backward pass recomputes this step, it must find what that found.
             self._agreed = dict(event.verdicts)
         elif isinstance(event, Settled):
-            self._settle()
+            # Sites that are right but not faster at their first shapes are asked again for others.
+            for site, verdict in self._agreed.items():
+                if verdict.choices and site in self._dispatches:
+                    self._dispatches[site].is_refused = False
+            self._switches.undo()
         elif isinstance(event, Switched):
             self._switch_models()
 
@@ -153,14 +157,6 @@ class FlashAttention(Technique):
                     self._dispatches[site].open(verdict.choices)
             self._switch_models()
         return nullcontext()
-
-    def _settle(self) -> None:
-        # Sites that are right but not faster at their first shapes are asked again for others.
-        for site, dispatch in self._dispatches.items():
-            verdict = self._agreed.get(site)
-            if verdict is not None and verdict.choices:
-                dispatch.is_refused = False
-        self._switches.undo()
 
     def _switch_models(self) -> None:
         """Has transformers build masks for fused attention, or none, where all modules of a config take them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -151,7 +151,8 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
     failures: dict[str, str] = {}
     if is_run:
         captured = [site for site in sites if isinstance(site, HandWrittenSite)]
-        patches = (MethodPatch(s.site, "captured", s.module, "forward", _through(s, failures)) for s in captured)
+        wraps = ((site, functools.partial(_captured, site, failures)) for site in captured)
+        patches = (MethodPatch(site.site, "captured", site.module, "forward", wrap) for site, wrap in wraps)
         with isolated(module), applied(PatchSet(patches)):
             module(*inputs, **kwargs)
     lines = []
@@ -162,18 +163,15 @@ def explain(module: nn.Module, *inputs: Any, **kwargs: Any) -> str:
     return "\n".join(lines) or "no attention: no module's code names both a softmax and a matrix product"
 
 
-def _through(site: HandWrittenSite, failures: dict[str, str]) -> Callable[[Forward], Forward]:
-    def wrap(original: Forward) -> Forward:
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return site.run(BACKENDS["sdpa"], original, args, kwargs)
-            except Exception as error:
-                failures[site.site] = one_line(error)
-                return original(module, *args, **kwargs)  # raises what is the user's own
+def _captured(site: HandWrittenSite, failures: dict[str, str], original: Forward) -> Forward:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return site.run(BACKENDS["sdpa"], original, args, kwargs)
+        except Exception as error:
+            failures[site.site] = one_line(error)
+            return original(module, *args, **kwargs)  # raises what is the user's own
 
-        return forward
-
-    return wrap
+    return forward
 
 
 def _told(site: AttentionSite | Site, is_run: bool) -> list[str]:

@@ -59,9 +59,8 @@ class FusedAttention:
         form = self.form
         given = dict(zip(self.inputs, args, strict=True))
         q, k, v = (_arranged(given[node], order) for node, order in (form.query, form.key, form.value))
-        batches = [q.shape[:-2], k.shape[:-2]]
-        if len(form.levels) == 1:  # through reshapes the batch of the values is known to be that of the weights
-            batches.append(v.shape[:-2])
+        # Through reshapes the batch of the values is known to be that of the weights.
+        batches = [tensor.shape[:-2] for tensor in ((q, k, v) if len(form.levels) == 1 else (q, k))]
         levels = _level_shapes(_broadcast(batches), form.levels, given)
         pair = _pair(next((shape for shape in levels if len(shape) == 2), levels[0]))
         edits = []

@@ -258,16 +258,15 @@ def _mask(
     if padding is not None and mask is not None and padding.dtype != mask.dtype:
         warnings.warn(_MISMATCHED, stacklevel=3)
         padding, mask = added(padding, query.dtype), added(mask, query.dtype)
+    masks = []
     if padding is not None:
-        padding = (padding if padding.dim() == 2 else padding[None])[:, None, None]
+        masks.append(torch.atleast_2d(padding)[:, None, None])
     if mask is not None:
         heads = (mask.shape[0] // module.num_heads, module.num_heads)
-        mask = mask[None, None] if mask.dim() == 2 else mask.view(*heads, *mask.shape[1:])
-    if padding is not None and mask is not None:
-        mask = padding | mask if mask.dtype == torch.bool else padding + mask
-    merged = padding if mask is None else mask
-    if merged is None:
+        masks.append(mask[None, None] if mask.dim() == 2 else mask.view(*heads, *mask.shape[1:]))
+    if not masks:
         return None
+    merged = functools.reduce(torch.logical_or if masks[0].dtype == torch.bool else torch.add, masks)
     if extra_keys := _num_extra_keys(module):
         merged = F.pad(merged, (0, extra_keys))  # seen by all: False and 0 alike
     return ~merged if merged.dtype == torch.bool else merged

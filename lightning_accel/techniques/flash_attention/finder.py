@@ -24,8 +24,13 @@ from lightning_accel.core.patch import MethodPatch, PatchSet, applied
 from lightning_accel.core.report import one_line
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.hand_written import Capture, HandWrittenSite
-from lightning_accel.techniques.flash_attention.huggingface import find_huggingface
-from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward, find_fused_attn, find_multihead
+from lightning_accel.techniques.flash_attention.sites import (
+    AttentionSite,
+    Forward,
+    find_fused_attn,
+    find_huggingface,
+    find_multihead,
+)
 from lightning_accel.techniques.site import Site
 
 _PRODUCTS = frozenset(("@", "matmul", "bmm", "mm", "baddbmm", "addmm", "einsum", "__matmul__", "contract"))

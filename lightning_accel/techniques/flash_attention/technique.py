@@ -21,9 +21,9 @@ from lightning_accel.techniques.flash_attention.backends import BACKENDS, instal
 from lightning_accel.techniques.flash_attention.dispatch import Dispatch, Judge
 from lightning_accel.techniques.flash_attention.finder import find_sites
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
-from lightning_accel.techniques.flash_attention.huggingface import model_switches
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.settings import FlashAttentionOptions
+from lightning_accel.techniques.flash_attention.sites import model_switches
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Forecast, Verdict, Verdicts

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_accel.techniques.flash_attention.backends import Sdpa
-from lightning_accel.techniques.flash_attention.huggingface import HuggingFaceSite, find_huggingface, model_switches
+from lightning_accel.techniques.flash_attention.sites import HuggingFaceSite, find_huggingface, model_switches
 from lightning_accel.techniques.site import Site
 from support.huggingface_models import BATCH, LENGTH, VOCABULARY
 from support.techniques.flash_attention.huggingface_runs import (

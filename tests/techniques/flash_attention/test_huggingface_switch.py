@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.call import AttentionCall
-from lightning_accel.techniques.flash_attention.huggingface import model_switches
+from lightning_accel.techniques.flash_attention.sites import model_switches
 from support.techniques.flash_attention.huggingface_runs import (
     FAMILIES,
     IS_4,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core.patch import MethodPatch, PatchSet
 from lightning_accel.techniques.flash_attention.backends import Backend
-from lightning_accel.techniques.flash_attention.huggingface import HuggingFaceSite, find_huggingface, model_switches
+from lightning_accel.techniques.flash_attention.sites import HuggingFaceSite, find_huggingface, model_switches
 from support.huggingface_models import tiny_models
 from support.techniques.flash_attention.recorder import Recorder
 

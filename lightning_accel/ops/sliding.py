@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
 import operator
@@ -144,9 +143,15 @@ def batched_matmul(pairs: Iterable[tuple[ArrayT, ArrayT]]) -> list[ArrayT]:
 def _unfolded(library: str, array: Any, axis: int, size: int, step: int) -> Any:
     if library == "torch":
         return array.unfold(axis, size, step)
-    xp = np if library == "NumPy" else importlib.import_module("cupy")
-    every = xp.lib.stride_tricks.sliding_window_view(array, size, axis)
-    return every[(*[slice(None)] * axis, slice(None, None, step))]
+    stride = array.strides[axis]
+    count = (array.shape[axis] - size) // step + 1
+    shape = (*array.shape[:axis], count, *array.shape[axis + 1 :], size)
+    strides = (*array.strides[:axis], stride * step, *array.strides[axis + 1 :], stride)
+    if library == "NumPy":
+        return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=False)
+    from cupy.lib.stride_tricks import as_strided
+
+    return as_strided(array, shape, strides)
 
 
 def _products(pairs: Sequence[Pair]) -> list[Any]:

@@ -146,11 +146,6 @@ def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     return _eager_functions[kind]
 
 
-def is_causal_by_itself(eager: EagerAttention) -> bool:
-    """Whether an eager function hides later keys by a buffer of its module's, whatever the mask: GPT-2's of 4.57."""
-    return _names(eager, "bias")
-
-
 def _names(function: Any, name: str) -> bool:
     return name in getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
 
@@ -212,7 +207,7 @@ def accel_attention(
     is_causal = bool(is_causal) and mask is None and query.shape[2] > 1
     eager = eager_function(type(module))
     assert eager is not None
-    has_own_causality = is_causal_by_itself(eager)
+    has_own_causality = _names(eager, "bias")  # a buffer that hides later keys, whatever the mask: GPT-2's of 4.57
     if has_eager_masks:
         if is_causal and not has_own_causality:
             all_without_mask.add(module)

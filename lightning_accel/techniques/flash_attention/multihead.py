@@ -260,13 +260,13 @@ def _mask(
         padding, mask = added(padding, query.dtype), added(mask, query.dtype)
     masks = []
     if padding is not None:
-        masks.append(torch.atleast_2d(padding)[:, None, None])
+        masks.append((padding if padding.dim() == 2 else padding[None])[:, None, None])
     if mask is not None:
         heads = (mask.shape[0] // module.num_heads, module.num_heads)
         masks.append(mask[None, None] if mask.dim() == 2 else mask.view(*heads, *mask.shape[1:]))
     if not masks:
         return None
-    merged = functools.reduce(torch.logical_or if masks[0].dtype == torch.bool else torch.add, masks)
+    merged: Tensor = functools.reduce(torch.logical_or if masks[0].dtype == torch.bool else torch.add, masks)
     if extra_keys := _num_extra_keys(module):
         merged = F.pad(merged, (0, extra_keys))  # seen by all: False and 0 alike
     return ~merged if merged.dtype == torch.bool else merged

@@ -243,11 +243,18 @@ def _with_rows_replaced(
 
     Gradients that would reach queries and keys from such rows, which nobody should look at, are left out.
     """
-    is_bool = mask.dtype == torch.bool
-    scores = _edited(torch.zeros((), dtype=call.query.dtype, device=mask.device), edits) if is_bool else mask.detach()
-    highest = scores.amax(dim=-1, keepdim=True)
-    absent = highest == -math.inf
-    rows = _hidden_rows(mask) if is_bool else highest * torch.finfo(mask.dtype).eps <= _SWALLOWS
+    rows = _hidden_rows(mask)
+    if mask.dtype == torch.bool:
+        absent, last = torch.zeros_like(rows), torch.ones_like(rows)
+        for edit in reversed([edit for edit in edits if edit.kind == "keep"]):
+            # The last fill of a row that hides everything is what counts.
+            hidden = ~edit.by.any(dim=-1, keepdim=True)
+            absent = absent | (last & hidden & (edit.fill == -math.inf))
+            last = last & ~hidden
+    else:
+        highest = mask.detach().amax(dim=-1, keepdim=True)
+        absent = highest == -math.inf
+        rows = highest * torch.finfo(mask.dtype).eps <= _SWALLOWS
     query = call.query.masked_fill(rows, 0)  # without one all weights are the same
     out = attend(replace(call, query=query, mask=_for_kernel(_open(mask, rows), query.dtype)))
     return out * torch.where(absent, empty, 1.0).to(out.dtype)

@@ -7,23 +7,24 @@ tensors of torchao, https://github.com/pytorch/ao/tree/main/torchao/optim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.adam import adam
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.measured import Measurement
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import Patch
+from lightning_accel.core.stepping import Group
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.step_override import StandInSteps
 from lightning_accel.techniques.technique_context import Forecast, TechniqueContext
 
 Optimizer8bitSetting = Literal["off", "on"]
@@ -56,86 +57,52 @@ def _takes(parameter: Tensor, group: Mapping[str, Any]) -> bool:
     return is_plain and eight_bits.is_possible(parameter)
 
 
-class EightBitStates(Patch):
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout == torch.strided
+
+
+class EightBitStates(StandInSteps):
     """Keeps the moments of one Adam in 8 bits, and gives everybody else floats.
 
-    The optimizer stays what it is. Within its own ``step``, large parameters are stepped first, by torch's function and
-    the options of their groups, a few at a time with their states in floats; its own code then finds no gradient of
-    them. What it saves, and what is copied or pickled of it, has floats. It is one that :func:`why_not` has nothing
-    against.
+    Large parameters are stepped first, by torch's function and the options of their groups, a few at a time with their
+    states in floats; the stand-in has the others. The optimizer is one that :func:`why_not` has nothing against.
     """
 
+    yields_to_compilers = False  # which know nothing of 8 bits
+
     def __init__(self, site: str, optimizer: Optimizer, run: TechniqueContext) -> None:
-        super().__init__(site, "moments → 8 bits")
-        self._optimizer = optimizer
+        super().__init__(site, "moments → 8 bits", optimizer, type(optimizer))
         self._run = run
-        self._handles: list[RemovableHandle] = []
-        self._copies = MethodPatch(site, "with floats", optimizer, "__getstate__", _with_floats)
-        self._set_aside: list[tuple[Tensor, Tensor]] = []
         self._steps = 0
         self._errors = eight_bits.Errors()
 
     @override
     def _apply(self) -> None:
-        optimizer = self._optimizer
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(_floats_in),
-            optimizer.register_load_state_dict_post_hook(self._pack),
-        ]
-        self._copies.apply()
-        self._pack(optimizer)
+        super()._apply()
+        self._hooks.append(self._optimizer.register_load_state_dict_post_hook(self._pack))
+        self._pack(self._optimizer)
 
     @override
-    @torch.inference_mode(False)
-    def _undo(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._copies.undo()
-        for parameter in self._optimizer.state:
-            self._give_back(parameter)
-
-    # -- a step --------------------------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Has ours stepped where the optimizer asks for the loss: after all hooks, and with its gradients there."""
-        given: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._set_aside.clear()  # of a step that raised
-
-        def closure() -> Any:
-            loss = None if given is None else given()
-            with torch.no_grad():
-                self._step()
-            return loss
-
-        return (optimizer,), {"closure": closure}
-
-    def _after_step(self, *_: Any) -> None:
-        for parameter, gradient in self._set_aside:
-            parameter.grad = gradient
-        self._set_aside.clear()
-
-    def _step(self) -> None:
+    @torch.no_grad()
+    def _groups(self, optimizer: Optimizer) -> list[Group]:
+        """Steps the large parameters, and leaves the others to torch."""
         self._steps += 1
         self._errors.begin(self._steps)
-        for group in self._optimizer.param_groups:
-            ours = []
-            for parameter in group["params"]:
-                if not _takes(parameter, group):
-                    self._give_back(parameter)
-                elif parameter.grad is not None and parameter.grad.layout == torch.strided:
-                    ours.append(parameter)
+        others = []
+        for group in optimizer.param_groups:
+            taken = {parameter for parameter in group["params"] if _takes(parameter, group)}
+            self._give_back([{**group, "params": [p for p in group["params"] if p not in taken]}])
+            ours = [p for p in group["params"] if p in taken and _is_dense(p.grad)]
             for chunk in _chunks(ours):
                 self._step_together(chunk, group)
-            for parameter in ours:
-                self._set_aside.append((parameter, parameter.grad))
-                parameter.grad = None
+            stepped = set(ours)
+            others.append({**group, "params": [p for p in group["params"] if p not in stepped]})
         if (line := self._errors.line(self._steps)) is not None:
             packed, floats = state_bytes(self._optimizer)
             self._run.measured = Measurement(original_bytes=floats, candidate_bytes=packed)
             sizes = f"{packed / 2**20:,.1f} MiB instead of {floats / 2**20:,.1f}"
             self._run.status = f"in force: states take {sizes}; {line}"
+        return others
 
     def _step_together(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         states = [self._state(parameter, group) for parameter in parameters]
@@ -172,8 +139,6 @@ class EightBitStates(Patch):
         _pack_state(state, parameter)  # somebody may have put floats there
         return state
 
-    # -- states --------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _pack(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -181,10 +146,11 @@ class EightBitStates(Patch):
                 if parameter in optimizer.state and _takes(parameter, group):
                     _pack_state(optimizer.state[parameter], parameter)
 
-    def _give_back(self, parameter: Tensor) -> None:
-        if parameter in self._optimizer.state:
-            state = self._optimizer.state[parameter]
-            state.update(_floats_of(state, parameter))
+    @override
+    def _own_states(self, group: Group, states: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for parameter in group["params"]:
+            if floats := _floats_of(states.get(parameter, {}), parameter):
+                yield parameter, {**states[parameter], **floats}
 
 
 def _pack_state(state: dict[str, Any], parameter: Tensor) -> None:
@@ -200,26 +166,6 @@ def _floats_of(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]
     packed = {name: value for name, value in state.items() if eight_bits.is_packed(value)}
     with torch.no_grad():
         return {name: eight_bits.read(value, parameter) for name, value in packed.items()}
-
-
-def _floats_in(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer saves, as a plain one would: its dict of states is its own, and stays as it is."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = {
-        index: {**state, **_floats_of(state, parameters[index])} if isinstance(index, int) else state
-        for index, state in saved["state"].items()
-    }
-    return saved | {"state": states}
-
-
-def _with_floats(original: Callable[..., Any]) -> Callable[..., Any]:
-    def getstate(self: Optimizer) -> dict[str, Any]:
-        kept: dict[str, Any] = original(self)
-        states = type(self.state)(dict)  # torch's own: a defaultdict
-        states.update({p: {**state, **_floats_of(state, p)} for p, state in self.state.items()})
-        return {**kept, "state": states}
-
-    return getstate
 
 
 def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

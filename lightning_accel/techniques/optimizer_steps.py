@@ -142,9 +142,10 @@ class StepsTogether(StandInSteps):
         self._run.revise(self.site, Verdict("kept", words))
 
     @override
-    def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for parameter, step in stepping.own_steps(group, self._optimizer.state):
-            yield parameter, {**self._optimizer.state[parameter], "step": step}
+    def _own_states(self, group: Group, states: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        if stepping.own_choice(group) is None:
+            for parameter, step in stepping.own_steps(group, states):
+                yield parameter, {**states[parameter], "step": step}
 
 
 @register(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.patch import MethodPatch, Patch
-from lightning_accel.core.stepping import Group, own_choice
+from lightning_accel.core.stepping import Group
 
 
 class StandInSteps(Patch):
@@ -22,6 +23,8 @@ class StandInSteps(Patch):
     The optimizer itself never has them, whatever a step raises. Pre-hooks may replace the arguments of a step, the
     first of which is the optimizer; hooks, and what learning rate schedulers wrap around the step, are called as ever.
     """
+
+    yields_to_compilers = True  # which fuse the step themselves
 
     def __init__(self, site: str, change: str, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         super().__init__(site, change)
@@ -34,8 +37,8 @@ class StandInSteps(Patch):
         """What torch's step is to work on, asked when gradients are there."""
 
     @abstractmethod
-    def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Parameters of a group whose state is not as torch would have it, with the state that is."""
+    def _own_states(self, group: Group, states: Mapping[Any, Any]) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        """Parameters of a group whose state, of these, is not as torch would have it, with the state that is."""
 
     @override
     def _apply(self) -> None:
@@ -47,6 +50,7 @@ class StandInSteps(Patch):
         self._copied.apply()
 
     @override
+    @torch.inference_mode(False)
     def _undo(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -55,41 +59,44 @@ class StandInSteps(Patch):
         self._give_back(self._optimizer.param_groups)
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiler fuses the step itself
+        if self.yields_to_compilers and torch.compiler.is_compiling():
             return None
         closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+        replaced = args[0]  # the stand-in of another edit perhaps
         stand_in = object.__new__(self._kind)
-        vars(stand_in).update(vars(optimizer), stands_for=optimizer)  # and is none that somebody looks for
+        vars(stand_in).update(vars(replaced), stands_for=optimizer)  # and is none that somebody looks for
 
         def before_parameters_are_stepped() -> Any:
             loss = None if closure is None else closure()
             # Not sooner: Lightning computes the gradients in the closure.
-            vars(stand_in).update(vars(optimizer), param_groups=[*self._groups(optimizer)])
+            vars(stand_in).update(vars(replaced), stands_for=optimizer, param_groups=[*self._groups(replaced)])
             return loss
 
         return (stand_in, before_parameters_are_stepped, *args[2:]), kwargs
 
     def _with_own_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def getstate(optimizer: Optimizer) -> Any:
-            self._give_back(optimizer.param_groups)  # the next step takes them to the device again
-            return original(optimizer)
+            kept = original(optimizer)
+            states = copy.copy(kept["state"])
+            for group in optimizer.param_groups:
+                states.update(self._own_states(group, states))
+            return {**kept, "state": states}
 
         return getstate
 
     def _give_back(self, groups: Iterable[Group]) -> None:
         """Has the states of groups as torch keeps them."""
+        states = self._optimizer.state
         for group in groups:
-            for parameter, state in self._states_of(group):
-                held = self._optimizer.state[parameter]
-                held.clear()
-                held.update(state)
+            for parameter, state in self._own_states(group, states):
+                states[parameter].clear()
+                states[parameter].update(state)
 
     def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Has a checkpoint hold the states as torch keeps them; those in use are left alone."""
+        saved = state_dict["state"]
         for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             index = dict(zip(group["params"], packed["params"], strict=True))
-            for parameter, state in self._states_of(group):
-                state_dict["state"][index[parameter]] = state
-
-    def _states_of(self, group: Group) -> list[tuple[Tensor, dict[str, Any]]]:
-        return list(self._own_states(group)) if own_choice(group) is None else []
+            states = {parameter: saved[at] for parameter, at in index.items() if at in saved}
+            for parameter, state in self._own_states(group, states):
+                saved[index[parameter]] = state

@@ -8,7 +8,7 @@ one operation (``torch_xla.amp.syncfree``), made for gradient scalers, whose wor
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,8 +100,9 @@ class SyncfreeSteps(StandInSteps):
             state[_MOST] = torch.empty(0).to(device)
 
     @override
-    def _own_states(self, group: Group) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        states = self._optimizer.state
+    def _own_states(self, group: Group, states: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        if own_choice(group) is not None:
+            return
         if self._kind is SGD:
             for parameter in group["params"]:
                 if "step" in (state := states.get(parameter) or {}):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch, applied
 from lightning_accel.core.stepping import Group
 
 
@@ -76,11 +76,13 @@ class StandInSteps(Patch):
 
     def _with_own_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def getstate(optimizer: Optimizer) -> Any:
-            kept = original(optimizer)
-            states = copy.copy(kept["state"])
+            own: dict[Tensor, Any] = {}
             for group in optimizer.param_groups:
-                states.update(self._own_states(group, states))
-            return {**kept, "state": states}
+                own.update(self._own_states(group, optimizer.state))
+            states = copy.copy(optimizer.state)
+            states.update(own)
+            with applied(AttributePatch("", "own states", optimizer, "state", states if own else optimizer.state)):
+                return original(optimizer)
 
         return getstate
 

@@ -92,6 +92,25 @@ class AttributePatch(Patch):
             setattr(self.target, self.name, self._before)
 
 
+class SwitchPatch(Patch):
+    """Sets a process-wide switch. If somebody has set it again in the meantime, their value stays."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
+        super().__init__("", "switched")
+        self._read, self._write, self._value = read, write, value
+        self._before = value
+
+    @override
+    def _apply(self) -> None:
+        self._before = self._read()
+        self._write(self._value)
+
+    @override
+    def _undo(self) -> None:
+        if self._read() == self._value:
+            self._write(self._before)
+
+
 class MethodPatch(AttributePatch):
     """Replaces a method of one instance by ``wrap(original)``.
 

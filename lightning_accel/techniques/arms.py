@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
+
+from lightning_accel.core.clocks import Stopwatch
 
 OFF = "off"
 
 
-class ArmSetup(Protocol):
+class ArmSetup:
     """What an arm needs once, in a training step of the run, before it can be chosen: compilation, for example.
 
-    Live trials ask what it will take, and begin it where the run may lose as much; that step is not counted.
+    Live trials ask what it will take, and begin it where the run may lose as much; that step is not counted. Here the
+    setup is all that the step does.
+
+    Args:
+        run: The technique's :class:`~lightning_accel.techniques.TechniqueContext`.
+        expected_s: The estimated time of the setup, in seconds.
     """
+
+    def __init__(self, run: Any, expected_s: float = 0.0) -> None:
+        self._run, self._expected_s = run, expected_s
+        self._stopwatch = Stopwatch()
 
     def expected_s(self) -> float:
         """The estimated time of the setup, in seconds."""
+        return self._expected_s
 
     def begin(self, may_take_s: float) -> None:
         """Prepares the setup between two steps. The next step does it, in so many seconds, before the arm is chosen."""
+        self._stopwatch = Stopwatch()
 
     def end(self) -> float | None:
         """Ends the setup after that step, on all ranks. Returns its seconds; None if the arm is not possible."""
+        return self._stopwatch.seconds()
 
     def decline(self, reason: str) -> None:
         """Gives the setup up, since it is not worth its time in this run."""
+        self._run.status = reason
 
 
 @dataclass(frozen=True, kw_only=True)

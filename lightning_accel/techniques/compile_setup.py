@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.compiled import CompiledKind, is_gathered_by_hooks
+from lightning_accel.techniques.arms import ArmSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
 from lightning_accel.techniques.compiled_graphs import ReplayedPatch
 from lightning_accel.techniques.first_calls import tried_at_first_calls
@@ -29,11 +31,8 @@ _SHARDED = "sharded, which cannot be switched between steps: compile='on' compil
 _NOT_CALLED = "not called with gradients in the step that compiled"
 
 
-class CompileSetup:
-    """The setup of the arm, as :class:`~lightning_accel.techniques.arms.ArmSetup` has it.
-
-    Whenever a graph was compiled, ``told`` is called with its kind.
-    """
+class CompileSetup(ArmSetup):
+    """The setup of the arm. Whenever a graph was compiled, ``told`` is called with its kind."""
 
     def __init__(
         self,
@@ -42,10 +41,11 @@ class CompileSetup:
         kinds: dict[Hashable, CompiledKind],
         told: Callable[[CompiledKind], None],
     ) -> None:
+        super().__init__(run)
         self.known: Verdicts = {}  # what an earlier run's trial has found, or this one's
         self.is_over = False  # whether what can be compiled is
         self.has_graphs = True  # whether there may be, or are, compiled blocks that CUDA graphs replay
-        self._run, self._patches, self._kinds, self._told = run, patches, kinds, told
+        self._patches, self._kinds, self._told = patches, kinds, told
         self._trial = ExitStack()
         self._found: Verdicts = {}
         self._may_take_s = self._taken_s = self._longest_s = 0.0
@@ -55,12 +55,11 @@ class CompileSetup:
         """Those that nothing is known against."""
         return [patch for patch in self._patches if self.known.get(patch.site, Verdict("kept")).keep]
 
+    @override
     def expected_s(self) -> float:
         return FIRST_S * len({alike(patch.block, (), {}) for patch in self.possible})
 
-    def decline(self, reason: str) -> None:
-        self._run.status = reason
-
+    @override
     def begin(self, may_take_s: float) -> None:
         self._may_take_s, self._taken_s, self._longest_s = may_take_s, 0.0, 0.0
         for patch in self.possible:
@@ -72,6 +71,7 @@ class CompileSetup:
         self._found = self._trial.enter_context(tried_at_first_calls(trials))
         self._run.at_end.callback(self._trial.close)
 
+    @override
     def end(self) -> float | None:
         self._trial.close()
         self.is_over = True

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import CONVOLUTIONS
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import Patch
+from lightning_accel.core.patch import Patch, SwitchPatch
 from lightning_accel.core.tree import tensors_in
-from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.arms import ArmSetup, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
-from lightning_accel.techniques.technique_context import Forecast, TechniqueContext
+from lightning_accel.techniques.technique_context import Forecast
 
 CudnnBenchmarkSetting = Literal["auto", "on", "off"]
 
@@ -51,10 +51,12 @@ class CudnnBenchmarkPatch(Patch):
 
     def __init__(self, change: str, *, with_own_plans: bool) -> None:
         super().__init__("", change)
-        self._ours = (True, with_own_plans)
+        flags = ("benchmark", "deterministic") if with_own_plans else ("benchmark",)
+        cudnn = torch.backends.cudnn
+        self._switches = [
+            SwitchPatch(partial(getattr, cudnn, flag), partial(setattr, cudnn, flag), True) for flag in flags
+        ]
         self._is_at_once = not with_own_plans
-        self._before = in_force()
-        self._is_on = False
         self._is_wanted = False  # until live trials ask for it: timing takes as long as hundreds of steps
 
     @override
@@ -68,16 +70,8 @@ class CudnnBenchmarkPatch(Patch):
         self._time(self._is_wanted and repeats)
 
     def _time(self, is_on: bool) -> None:
-        if is_on == self._is_on:
-            return
-        if is_on:
-            self._before = in_force()
-            _set(self._ours)
-        else:
-            # One that the user has set since is theirs.
-            now = zip(in_force(), self._ours, self._before, strict=True)
-            _set(tuple(before if flag == ours else flag for flag, ours, before in now))
-        self._is_on = is_on
+        for switch in self._switches:
+            (switch.apply if is_on else switch.undo)()
 
     @override
     def _apply(self) -> None:
@@ -87,41 +81,6 @@ class CudnnBenchmarkPatch(Patch):
     def _undo(self) -> None:
         self._is_wanted = False
         self._time(False)
-
-
-def in_force() -> tuple[bool, bool]:
-    """Whether kernels are timed, and whether they have to be deterministic."""
-    return torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
-
-
-def _set(flags: tuple[bool, ...]) -> None:
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = flags
-
-
-class CudnnTiming:
-    """The step in which kernels are timed: an :class:`~lightning_accel.techniques.arms.ArmSetup` of live trials.
-
-    Args:
-        num_convolutions: Modules of the model.
-        run: Where it is said that it was not worth its time.
-    """
-
-    def __init__(self, num_convolutions: int, run: TechniqueContext) -> None:
-        self._expected_s = TIMING_S * num_convolutions
-        self._run = run
-        self._stopwatch = Stopwatch()
-
-    def expected_s(self) -> float:
-        return self._expected_s
-
-    def begin(self, may_take_s: float) -> None:
-        self._stopwatch = Stopwatch()
-
-    def end(self) -> float | None:
-        return self._stopwatch.seconds()  # the host times kernels, and waits for each
-
-    def decline(self, reason: str) -> None:
-        self._run.status = reason
 
 
 @register(
@@ -179,7 +138,8 @@ class CudnnBenchmark(Technique):
             change = f"kernels of convolutions → timed, {self._when}"
             self._patch = CudnnBenchmarkPatch(change, with_own_plans=self._is_auto)
             if self._is_auto:
-                self.run.live = Live(setup=CudnnTiming(num_convolutions, self.run))
+                # The host times kernels, and waits for each.
+                self.run.live = Live(setup=ArmSetup(self.run, TIMING_S * num_convolutions))
             yield self._patch
 
     @override

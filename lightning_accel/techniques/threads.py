@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -12,6 +11,7 @@ from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.options import Rule
+from lightning_accel.core.patch import SwitchPatch
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
@@ -26,13 +26,8 @@ def in_words(count: int) -> str:
 
 
 def _variant(count: int) -> Variant:
-    before = torch.get_num_threads()
-
-    def undo() -> None:
-        if torch.get_num_threads() == count:  # else somebody has set another number since
-            torch.set_num_threads(before)
-
-    return Variant(str(count), partial(torch.set_num_threads, count), undo)
+    switch = SwitchPatch(torch.get_num_threads, torch.set_num_threads, count)
+    return Variant(str(count), switch.apply, switch.undo)
 
 
 # Before a compiler, whose kernels are made for the threads that there are.

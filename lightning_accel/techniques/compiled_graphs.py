@@ -20,7 +20,7 @@ from lightning_accel.core.patch import applied
 from lightning_accel.core.torch_private.compilation import compiled_call, set_compiled_call
 from lightning_accel.techniques.arms import OFF
 from lightning_accel.techniques.compiled_blocks import CompilePatch
-from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
+from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock
 from lightning_accel.techniques.technique_context import TechniqueContext, Verdict
 
 GRAPHS = "graphs"
@@ -40,7 +40,7 @@ class ReplayedPatch(CompilePatch):
     def __init__(self, *args: Any, capture: Capture, run: TechniqueContext, **more: Any) -> None:
         super().__init__(*args, **more)
         self.why_not_replayed = _NOT_TRIED  # empty: calls may be replayed
-        self._graphed, self._run = GraphedBlock(self.block, capture), run
+        self._graphed, self._run = GraphedBlock(self.block, capture, self._given_back), run
         self._is_chosen = False
 
     @override
@@ -69,25 +69,17 @@ class ReplayedPatch(CompilePatch):
     def try_replay(self, args: Any, kwargs: dict[str, Any]) -> None:
         """Captures the compiled block on copies of the inputs of its call, and compares numbers with the eager one."""
         self.why_not_replayed = _NOT_TRIED
-        try:
-            with applied(self):
-                self.why_not_replayed = self._graphed.tried(eager_call(self.block), args, kwargs).failure
-        except NotCapturedError as error:
-            self.why_not_replayed = str(error)
+        with applied(self):
+            self.why_not_replayed = self._graphed.tried(eager_call(self.block), args, kwargs).failure
 
     @property
     def remark(self) -> str:
         """What is in force, for the report."""
         return self.change + (f"; without a CUDA graph: {self.why_not_replayed}" if self.why_not_replayed else "")
 
-    def _replaying(self, compiled: Forward) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return self._graphed.call(compiled, args, kwargs)
-            except NotCapturedError as error:
-                self._graphed.pause(True)
-                self.why_not_replayed = str(error)
-                self._run.revise(self.site, Verdict("kept", self.remark))
-            return compiled(*args, **kwargs)
+    def _given_back(self, why: str) -> None:
+        self.why_not_replayed = why
+        self._run.revise(self.site, Verdict("kept", self.remark))
 
-        return call
+    def _replaying(self, compiled: Forward) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._graphed.call(compiled, args, kwargs)

@@ -46,10 +46,16 @@ class NotCapturedError(RuntimeError):
 
 
 class GraphedBlock:
-    """The calls of one block: replayed where they are like the first, else as they were written."""
+    """The calls of one block: replayed where they are like the first, else as they were written.
 
-    def __init__(self, block: nn.Module, capture: Capture) -> None:
-        self._block, self._capture = block, capture
+    Args:
+        block: The module.
+        capture: Captures a function.
+        given_back: Told why the block can never be replayed, or not any more; it is paused then.
+    """
+
+    def __init__(self, block: nn.Module, capture: Capture, given_back: Callable[[str], None]) -> None:
+        self._block, self._capture, self._given_back = block, capture, given_back
         self._graphed: Forward | None = None
         self._signature: Any = None
         self._addresses: list[int] = []
@@ -66,41 +72,57 @@ class GraphedBlock:
             self._graphed = None
 
     def call(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The block's forward: ``original(*args, **kwargs)``, or a replay of it.
-
-        Raises:
-            NotCapturedError: It can never be replayed, or not any more; nothing was computed.
-        """
+        """The block's forward: ``original(*args, **kwargs)``, or a replay of it."""
         may_replay = torch.is_grad_enabled() and not has_modes() and saved_tensors_hooks() is None
         if self.is_paused or self._is_capturing or not may_replay:
             return original(*args, **kwargs)
+        try:
+            is_ready = self._is_ready(args, kwargs)
+        except NotCapturedError as error:
+            is_ready = False
+            self.pause(True)
+            self._given_back(str(error))
+        return self.replay(args, kwargs) if is_ready else original(*args, **kwargs)
+
+    def _is_ready(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether this call can be replayed; the first is captured.
+
+        Raises:
+            NotCapturedError: No call can be, from now on.
+        """
         if self._graphed is None:
             self.capture(args, kwargs)
         if self._signature != self._signature_of(args, kwargs):
             self.misses += 1
             if self.misses > MOST_MISSES:
                 raise NotCapturedError(f"given back: the last {self.misses} calls had other shapes than the first")
-            return original(*args, **kwargs)
+            return False
         if self._addresses != [tensor.data_ptr() for tensor in self._held]:
             raise NotCapturedError("given back: its parameters have moved in memory")
         if self._parts != self._parts_now():
             raise NotCapturedError("given back: its modules, parameters or buffers are others than they were")
-        if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
+        if self._has_hooks():
             raise NotCapturedError("given back: it was given hooks, which a replay does not call")
         if (lease := self.latest()) is not None and not lease.is_over:
-            return original(*args, **kwargs)
+            return False
         self.misses = 0
-        return self.replay(args, kwargs)
+        return True
 
     def tried(self, original: Forward, args: Any, kwargs: dict[str, Any]) -> NumbersComparison:
         """Captures the block on copies of these arguments, and compares a replay's numbers with the original's.
 
-        Raises:
-            NotCapturedError: It cannot be captured; the block is as it was.
+        Where they differ, or it cannot be captured, it is paused.
         """
-        self.capture(args, kwargs)
-        trial = Trial(self._block, args, kwargs, samples=None, has_dropout=True)
-        return trial.numbers(TrialSide(original), TrialSide(lambda *args, **kwargs: self.replay(args, kwargs)))
+        try:
+            self.capture(args, kwargs)
+        except NotCapturedError as error:
+            found = NumbersComparison(failure=str(error))
+        else:
+            trial = Trial(self._block, args, kwargs, samples=None, has_dropout=True)
+            found = trial.numbers(TrialSide(original), TrialSide(lambda *args, **kwargs: self.replay(args, kwargs)))
+        if found.failure:
+            self.pause(True)
+        return found
 
     def replay(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Replays what was captured, on other values."""
@@ -149,8 +171,11 @@ class GraphedBlock:
         # By identity: what is held does not die, so that no other object has its address.
         return [id(part) for module in self._modules for part in parts_of(module)]
 
+    def _has_hooks(self) -> bool:
+        return any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules()
+
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
-        if any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules():
+        if self._has_hooks():
             raise NotCapturedError("has hooks, which a replay does not call")
         if strange := next((one for one in leaves((args, kwargs)) if not isinstance(one, _PLAIN)), None):
             raise NotCapturedError(f"takes a {type(strange).__name__}, which a replay does not see")

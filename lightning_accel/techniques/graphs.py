@@ -17,7 +17,7 @@ from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.techniques.arms import OFF, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.cuda_capture import capture_on_cuda
-from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock, NotCapturedError
+from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import SiteTrial, TechniqueContext, Verdict
@@ -30,18 +30,14 @@ class GraphPatch(MethodPatch):
 
     def __init__(self, site: str, block: nn.Module, capture: Capture, run: TechniqueContext) -> None:
         super().__init__(site, "forward → CUDA graph", block, "forward", self._graphed)
-        self.block, self.graphed = block, GraphedBlock(block, capture)
-        self._run = run
+        self.block = block
+        self.graphed = GraphedBlock(block, capture, partial(run.refuse, site))
 
     def _graphed(self, original: Forward) -> Forward:
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if block is self.block:
-                try:
-                    return self.graphed.call(lambda *a, **k: original(block, *a, **k), args, kwargs)
-                except NotCapturedError as error:
-                    self.graphed.pause(True)
-                    self._run.refuse(self.site, str(error))
-            return original(block, *args, **kwargs)
+            if block is not self.block:
+                return original(block, *args, **kwargs)
+            return self.graphed.call(partial(original, block), args, kwargs)
 
         return forward
 
@@ -118,11 +114,6 @@ class Graphs(Technique):
 
 
 def _tried(block: nn.Module, graphed: GraphedBlock, args: Any, kwargs: dict[str, Any]) -> Verdict:
-    try:
-        found = graphed.tried(block.forward, args, kwargs)
-    except NotCapturedError as error:
-        return Verdict("refused", str(error))
-    if found.failure:
-        graphed.pause(True)
-        return Verdict(found.kind, found.failure, measured=found.measured())
-    return Verdict("kept", f"deviates by {found.error:.1e}", measured=found.measured())
+    found = graphed.tried(block.forward, args, kwargs)
+    measured = None if found.spread is None else found.measured()
+    return Verdict(found.kind, found.failure or f"deviates by {found.error:.1e}", measured=measured)

@@ -24,8 +24,7 @@ from lightning_accel.techniques.base import Technique
 Exactness = Literal["exact", "rounding", "precision", "changes training"]
 T = TypeVar("T", bound=type[Technique])
 
-_declared: dict[str, Declaration] = {}
-_in_their_order: dict[str, Declaration] | None = None  # until another one is declared
+_declared: dict[str, Declaration] = {}  # in the order in which they are applied
 _is_complete = False
 
 
@@ -103,10 +102,12 @@ def register(
             ``techniques``.
 
     Raises:
-        ValueError: The name is taken by another class, or is no name.
+        ValueError: The name is taken by another class, or is no name; or what is declared to come before what goes
+            round in a circle.
     """
 
     def declare(technique: T) -> T:
+        global _declared
         if not name.isidentifier():
             raise ValueError(f"A technique cannot be called {name!r}. Allowed: a Python name.")
         known = _declared.get(name)
@@ -114,9 +115,9 @@ def register(
             raise ValueError(
                 f"There is a technique {name!r} already: {known.technique.__qualname__}. Give it another name."
             )
-        has_options = isinstance(options, type) and issubclass(options, Options)
         technique.name = name
-        _declared[name] = Declaration(
+        has_options = isinstance(options, type) and issubclass(options, Options)
+        declared = Declaration(
             name=name,
             technique=technique,
             options=options,
@@ -127,15 +128,7 @@ def register(
             before=(before,) if isinstance(before, str) else before,
             exactness=exactness,
         )
-        try:
-            _in_order(_declared)
-        except ValueError:
-            if known is None:
-                del _declared[name]
-            else:
-                _declared[name] = known
-            raise
-        _changed()
+        _declared = _in_order({**_declared, name: declared})
         return technique
 
     return declare
@@ -144,30 +137,18 @@ def register(
 def forget(name: str) -> None:
     """Takes a declaration back: for tests, and for notebooks in which a technique is written."""
     _declared.pop(name, None)
-    _changed()
-
-
-def _changed() -> None:
-    global _in_their_order
-    _in_their_order = None
 
 
 def declarations() -> dict[str, Declaration]:
-    """Every technique by its name, in the order in which they are applied.
-
-    Raises:
-        ValueError: What is declared to come before what goes round in a circle.
-    """
-    global _is_complete, _in_their_order
+    """Every technique by its name, in the order in which they are applied."""
+    global _is_complete
     if not _is_complete:
         _is_complete = True
         for module in pkgutil.iter_modules([str(Path(__file__).parent)], "lightning_accel.techniques."):
             importlib.import_module(module.name)
         for entry in entry_points(group="lightning_accel.techniques"):
             _load(entry)
-    if _in_their_order is None:
-        _in_their_order = _in_order(_declared)
-    return dict(_in_their_order)
+    return dict(_declared)
 
 
 def _load(entry: Any) -> None:

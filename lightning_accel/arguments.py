@@ -15,7 +15,8 @@ from lightning_accel.core.options import Options
 from lightning_accel.data.transform import Transform
 from lightning_accel.techniques.activation_offloading import OffloadingOptions, OffloadingSetting
 from lightning_accel.techniques.compilation import CompileSetting
-from lightning_accel.techniques.gradient_checkpointing.settings import Budget, CheckpointingMode
+from lightning_accel.techniques.gradient_checkpointing.budget import Budget
+from lightning_accel.techniques.gradient_checkpointing.technique import CheckpointingMode
 from lightning_accel.techniques.matmul_precision import MatmulPrecisionSetting
 from lightning_accel.techniques.padding import Multiple
 from lightning_accel.techniques.registry import declarations

@@ -20,7 +20,7 @@ from lightning_accel import AccelPlugin, FlashAttentionOptions, MemoryOptions, O
 from lightning_accel.arguments import DEFAULTS, LoaderOptions, PrecisionFormat, Trust
 from lightning_accel.core.checks import nearest
 from lightning_accel.techniques.compilation import CompileSetting
-from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingMode, CheckpointingOptions
+from lightning_accel.techniques.gradient_checkpointing.technique import CheckpointingMode, CheckpointingOptions
 from lightning_accel.techniques.memory_format import MemoryFormatSetting
 from lightning_accel.techniques.registry import declarations
 

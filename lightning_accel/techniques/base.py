@@ -15,8 +15,7 @@ from typing_extensions import Self
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
-from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts
+from lightning_accel.techniques.technique_context import TechniqueContext, Verdict, Verdicts, tried_at_first_calls
 from lightning_accel.techniques.technique_events import Event
 
 if TYPE_CHECKING:

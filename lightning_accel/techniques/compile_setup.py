@@ -21,8 +21,13 @@ from lightning_accel.core.compiled import CompiledKind, is_gathered_by_hooks
 from lightning_accel.techniques.arms import ArmSetup
 from lightning_accel.techniques.compiled_blocks import CompilePatch, alike, tried
 from lightning_accel.techniques.compiled_graphs import ReplayedPatch
-from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.technique_context import SiteTrial, TechniqueContext, Verdict, Verdicts
+from lightning_accel.techniques.technique_context import (
+    SiteTrial,
+    TechniqueContext,
+    Verdict,
+    Verdicts,
+    tried_at_first_calls,
+)
 
 FIRST_S = 10.0
 """What a kind of block is taken to cost before any was compiled: code generation, and a C++ or Triton compiler."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import Self
 
 from lightning_accel.core.measured import Measurement
+from lightning_accel.core.patch import MethodPatch, PatchSet, applied
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.states import VerdictKind
@@ -69,6 +70,31 @@ class SiteTrial:
     judge: Callable[[Any, Any], Verdict]  # takes the arguments of the call
     when: Callable[[], bool] = lambda: True  # whether a call is one to try
     unseen: str = ""  # why the patch is refused where there is no such call; empty: it gets no verdict
+
+
+@contextmanager
+def tried_at_first_calls(trials: Mapping[str, SiteTrial]) -> Iterator[Verdicts]:
+    """Entered around the forward pass of a step; yields the verdicts, which are complete once it is left."""
+    verdicts: Verdicts = {site: Verdict("untried", trial.unseen) for site, trial in trials.items() if trial.unseen}
+    with applied(PatchSet(_probe(site, trial, verdicts) for site, trial in trials.items())):
+        yield verdicts
+
+
+def _probe(site: str, trial: SiteTrial, verdicts: Verdicts) -> MethodPatch:
+    """Intercepts one call of the module, not of its copies, then undoes itself. The trial leaves what runs after it."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not trial.module or not patch.is_applied or not trial.when():
+                return original(self, *args, **kwargs)
+            patch.undo()
+            verdicts[site] = trial.judge(args, kwargs)
+            return self.forward(*args, **kwargs)
+
+        return forward
+
+    patch = MethodPatch(site, "trial", trial.module, "forward", wrap)
+    return patch
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.technique_context import SiteTrial, Verdict
+from lightning_accel.techniques.technique_context import SiteTrial, Verdict, tried_at_first_calls
 
 pytestmark = pytest.mark.numbers
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_accel.core.host import Host
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.techniques.gradient_checkpointing import GradientCheckpointing, MemoryBudget
-from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetOptions
+from lightning_accel.techniques.gradient_checkpointing.budget import MemoryBudgetOptions
 from support.techniques.gradient_checkpointing_cases import (
     IN_FORCE_NOWHERE,
     MODES,

@@ -6,8 +6,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.byte_size import format_bytes, parse_bytes
 from lightning_accel.core.host import Host
+from lightning_accel.core.options import Options, Rule
 from lightning_accel.core.patch import MethodPatch, Patch
 from lightning_accel.memory.costs import Policy
 from lightning_accel.memory.meter import device_memory_bytes
@@ -24,10 +25,25 @@ from lightning_accel.memory.planner import Planner, State
 from lightning_accel.memory.recompute import trained_patch
 from lightning_accel.memory.schedule import FixedMemory, MemorySchedule
 from lightning_accel.techniques.base import BuildContext
-from lightning_accel.techniques.gradient_checkpointing.settings import MemoryBudgetOptions
 from lightning_accel.techniques.gradient_checkpointing.technique import GradientCheckpointing
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.technique_context import Verdict
+
+Budget = (
+    Literal["off"]
+    | Annotated[
+        int | float | str, Rule("an amount such as '12GiB' or '40%'", functools.partial(parse_bytes, fractions=True))
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryBudgetOptions(Options, owner="memory.budget"):
+    """What ``MemoryOptions(budget=, blocks=)`` comes to."""
+
+    budget: Budget = "off"
+    blocks: tuple[str, ...] = ()
+
 
 _DOES: dict[Policy, str] = {
     "keep": "keeps its activations: they fit",

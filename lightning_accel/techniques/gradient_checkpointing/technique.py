@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement
+from lightning_accel.core.options import Options
 from lightning_accel.core.patch import MethodPatch, Patch, PatchSet
 from lightning_accel.core.tree import changeable_argument
 from lightning_accel.experiment.trial import Trial
@@ -24,24 +25,23 @@ from lightning_accel.experiment.trial_runs import ORACLE_SAMPLES, TrialSide
 from lightning_accel.memory.costs import kept_bytes, kind_of
 from lightning_accel.memory.recompute import NORMS, Recomputation, keeps_statistics, recomputed, trained_patch
 from lightning_accel.techniques.base import BuildContext, OomFallback, Technique, Traits
-from lightning_accel.techniques.first_calls import tried_at_first_calls
-from lightning_accel.techniques.gradient_checkpointing.settings import CheckpointingOptions
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
-from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts
+from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts, tried_at_first_calls
 from lightning_accel.techniques.technique_events import Added, Event
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def checkpoint_block(site: str, block: nn.Module, mode: Recomputation) -> MethodPatch:
-    """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
-    has_statistics = keeps_statistics(block)
+CheckpointingMode = Literal["off", "full", "selective"]
 
-    def run(block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return recomputed(block, original, mode, args, kwargs, has_statistics=has_statistics)
 
-    return trained_patch(site, f"forward → checkpointed ({mode})", block, run)
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckpointingOptions(Options, owner="memory.checkpoint"):
+    """What ``MemoryOptions(checkpoint=, blocks=)`` comes to."""
+
+    mode: CheckpointingMode = "off"
+    blocks: tuple[str, ...] = ()
 
 
 def _oom_fallbacks(settings: CheckpointingOptions, context: BuildContext) -> Iterator[OomFallback]:
@@ -141,7 +141,13 @@ class GradientCheckpointing(Technique):
         return find_blocks(model, self._names) if self._names or self._mode == "full" else units(model)
 
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
-        return checkpoint_block(site, block, self._mode)
+        """The edit that makes one block recompute itself: non-reentrant, with the random state of the first time."""
+        has_statistics = keeps_statistics(block)
+
+        def run(block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            return recomputed(block, original, self._mode, args, kwargs, has_statistics=has_statistics)
+
+        return trained_patch(site, f"forward → checkpointed ({self._mode})", block, run)
 
     def _judge(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
         verdict = self._try(patch, args, kwargs)
@@ -155,9 +161,21 @@ class GradientCheckpointing(Technique):
         return replace(verdict, measured=measured)
 
     def _try(self, patch: MethodPatch, args: Any, kwargs: Any) -> Verdict:
+        """Whether the checkpointed call gives the original's numbers, and nothing stays twice."""
+        strange = changeable_argument(args, kwargs)
+        if strange is not None:
+            return Verdict("refused", f"takes a {strange}, which may not be the same when the block is recomputed")
         block = self._blocks[patch.site]
-        original = functools.partial(patch.original, block)
-        return try_block(block, original, patch.value, args, kwargs, self._is_late)
+        trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if self._is_late else None)
+        original = TrialSide(functools.partial(patch.original, block))
+        found = trial.numbers(original, TrialSide(patch.value), in_other_orders=False)
+        if found.failure:
+            return Verdict(found.kind, found.failure, measured=found.measured())
+        norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}
+        changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
+        if changed:
+            return Verdict("refused", f"its forward changes {changed[0]!r}, which recomputing would change again")
+        return Verdict("kept", measured=found.measured())
 
     def _count_kept(self, patch: MethodPatch, args: Any, kwargs: Any) -> tuple[int, int]:
         """What a call keeps for its backward pass, as it is and recomputed; counted once for calls of a kind."""
@@ -214,26 +232,3 @@ def _draws(block: nn.Module) -> bool:
         or isinstance(m, nn.RReLU)
         for m in block.modules()
     )
-
-
-def try_block(
-    block: nn.Module,
-    original: Callable[..., Any],
-    checkpointed: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    on_few: bool,
-) -> Verdict:
-    """Whether the checkpointed call gives the original's numbers, on a few samples perhaps, and nothing stays twice."""
-    strange = changeable_argument(args, kwargs)
-    if strange is not None:
-        return Verdict("refused", f"takes a {strange}, which may not be the same when the block is recomputed")
-    trial = Trial(block, args, kwargs, samples=ORACLE_SAMPLES if on_few else None)
-    found = trial.numbers(TrialSide(original), TrialSide(checkpointed), in_other_orders=False)
-    if found.failure:
-        return Verdict(found.kind, found.failure, measured=found.measured())
-    norms = {n: m for n, m in block.named_modules() if isinstance(m, NORMS)}
-    changed = [name for name in found.left_behind if name.rpartition(".")[0] not in norms]
-    if changed:
-        return Verdict("refused", f"its forward changes {changed[0]!r}, which recomputing would change again")
-    return Verdict("kept", measured=found.measured())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
@@ -149,17 +149,14 @@ class Float8(Technique):
         lacks=lambda host: why_missing(MODULE),
     )
 
-    def __init__(self, recipe: str, *, is_compiled: bool = False, emulate: bool = False) -> None:
-        self._recipe, self._is_compiled, self._emulate = recipe, is_compiled, emulate
+    def __init__(
+        self, recipe: str, context: BuildContext | None = None, *, is_compiled: bool = False, emulate: bool = False
+    ) -> None:
+        self._recipe, self._emulate = recipe, emulate
+        self._is_compiled = is_compiled or (context is not None and context.settings["compile"] != "off")
         words = "each linear layer is tried on the first batch, where torchao is installed"
         self.run.forecast = Forecast(True, "tried", words)
         self._speeds: dict[Any, Verdict] = {}  # of layers and inputs of one size, which are timed once
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: Float8Setting, context: BuildContext) -> Self:
-        is_compiled = context.settings["compile"] != "off"
-        return cls(settings, is_compiled=is_compiled)
 
     @override
     def unavailable(self, host: Host) -> str | None:

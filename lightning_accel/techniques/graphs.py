@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.compiled import is_inside_compiled
@@ -77,15 +77,15 @@ class Graphs(Technique):
         conflicts=_conflicts,
     )
 
-    def __init__(self, mode: Literal["on", "auto"] = "on", *, capture: Capture = capture_on_cuda) -> None:
+    def __init__(
+        self,
+        mode: Literal["on", "auto"] = "on",
+        context: BuildContext | None = None,
+        *,
+        capture: Capture = capture_on_cuda,
+    ) -> None:
         self._capture = capture
         self.run.live = Live() if mode == "auto" else None
-
-    @classmethod
-    @override
-    def from_settings(cls, settings: Literal["auto", "on", "off"], context: BuildContext) -> Self:
-        assert settings != "off"
-        return cls(settings)
 
     @override
     def unavailable(self, host: Host) -> str | None:

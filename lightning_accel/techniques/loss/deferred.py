@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -77,18 +77,15 @@ class Family:
 
     @contextmanager
     def as_at_the_call(self) -> Iterator[None]:
-        device, dtype, enabled = self._autocast
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.with_gradients))
-            stack.enter_context(torch.autocast(device, dtype, enabled))
-            if is_checkpointing():  # what the head saves belongs to nothing that is computed a second time
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
+        # What the head saves in a checkpoint belongs to nothing that is computed a second time.
+        own = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        gradients, autocast = torch.set_grad_enabled(self.with_gradients), torch.autocast(*self._autocast)
+        with gradients, autocast, own if is_checkpointing() else nullcontext():
             yield
 
     def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None, class_dim: int, dtype: torch.dtype) -> Tensor:
         """The head's output for ``rows``, with the classes in their place."""
-        device, autocast_dtype, enabled = self._autocast
-        with torch.autocast(device, autocast_dtype, enabled):
+        with torch.autocast(*self._autocast):
             return F.linear(rows.movedim(class_dim, -1), weight, bias).movedim(-1, class_dim).to(dtype)
 
     def _count_versions(self) -> list[int]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.core.isolation import is_trial
-from lightning_accel.core.measured import Measurement
+from lightning_accel.core.measured import together
 from lightning_accel.core.torch_private.autograd import is_transformed
 from lightning_accel.techniques.loss.chunked_loss import LossForm, LossProblem, linear_cross_entropy
 from lightning_accel.techniques.loss.deferred import DeferredLogits, Family, is_checkpointing
 from lightning_accel.techniques.loss.head_trial import compared
+from lightning_accel.techniques.technique_context import TechniqueContext, Verdict
 
 SMALLEST_BYTES = 16 << 20
 """Of logits: fewer fit in caches, and computing them in pieces gains nothing."""
@@ -40,17 +41,14 @@ class Head:
         module: nn.Linear,
         *,
         always: bool,  # whether also where that takes longer: reduction="none"
-        verify: bool,  # whether its numbers are tried at its first loss of each form
         smallest: int,  # bytes of logits, below which it computes them at once
-        refuse: Callable[[str, str, str], None],  # told of site and stage where it is not to act any more, and why
-        tell: Callable[[Measurement], None],
+        run: TechniqueContext,  # told where it is not to act any more, and of the first loss of each form
     ) -> None:
         self.site, self.module = site, module
         self.stage: str | None = None  # of the step under way
         self.num_fused = 0
         self.is_paused = False
-        self._tell = tell
-        self._always, self._verify, self._smallest, self._refuse = always, verify, smallest, refuse
+        self._always, self._smallest, self._run = always, smallest, run
         self._families: list[weakref.ref[Family]] = []
         self._reader = ""  # in the step under way
         self._num_waiting = 0  # losses of this step whose gradients are kept for a backward pass
@@ -105,7 +103,10 @@ class Head:
 
     def _give_up(self, stage: str, why: str) -> None:
         self._plain_in.add(stage)
-        self._refuse(self.site, stage, why)
+        if stage == "train":
+            self._run.refuse(self.site, why)
+        else:
+            self._run.revise(self.site, Verdict("kept", f"in pieces while training; in {stage} {why}"))
 
     def _defer(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         module = self.module
@@ -154,7 +155,7 @@ class Head:
         if needs_gradients and computes_twice and not self._always:
             which = "one of several losses of few rows" if is_small else "a loss of every token by itself"
             return f"{which}, whose products would be computed twice (techniques.loss='on' has them so)"
-        if self._verify and (why := self._failure(problem, needs_gradients)):
+        if self._run.verify and (why := self._failure(problem, needs_gradients)):
             self._give_up(self.stage or "train", why)
             return why
         self.num_fused += 1
@@ -176,7 +177,7 @@ class Head:
         if kind in self._tried:
             return ""
         found = compared(problem, with_gradients)
-        self._tell(found.measured())
+        self._run.measured = together(filter(None, [self._run.measured, found.measured()]))
         if not found.failure:
             self._tried.add(kind)
         return found.failure

@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_accel.core.blocks import repeated_blocks
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
-from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.patch import Patch
 from lightning_accel.core.vocabulary import why_unlucky
 from lightning_accel.techniques.arms import Live
@@ -21,7 +20,7 @@ from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.loss.heads import SMALLEST_BYTES, Head
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import PausedPatch, Site
-from lightning_accel.techniques.technique_context import Forecast, Verdict
+from lightning_accel.techniques.technique_context import Forecast
 
 FEWEST_CLASSES = 4096
 """Of a layer that is taken for a head: of fewer the logits are no large part of a step's memory."""
@@ -78,26 +77,10 @@ class Loss(Technique):
             if (reason := _unfit(model, site, module)) is not None:
                 yield Site(site, why_not=reason)
                 continue
-            head = self.heads[site] = Head(
-                site,
-                module,
-                always=self._always,
-                verify=self.run.verify,
-                smallest=SMALLEST_BYTES,
-                refuse=self._refuse,
-                tell=self._tell,
-            )
+            head = Head(site, module, always=self._always, smallest=SMALLEST_BYTES, run=self.run)
+            self.heads[site] = head
             change = "its cross-entropy is computed in pieces, without the logits"
             yield PausedPatch(site, change, module, head)
-
-    def _refuse(self, site: str, stage: str, why: str) -> None:
-        if stage == "train":
-            self.run.refuse(site, why)
-        else:
-            self.run.revise(site, Verdict("kept", f"in pieces while training; in {stage} {why}"))
-
-    def _tell(self, measured: Measurement) -> None:
-        self.run.measured = together(filter(None, [self.run.measured, measured]))
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:

@@ -29,8 +29,8 @@ TIME_ONE_THING = {
     "memory/planner.py": "a step between two synchronisations",
     "search/toy_training.py": "turns of a process on trial",
     "search/worker.py": "the start of a process",
-    "techniques/compile_setup.py": "compilations, in a step of their own",
-    "techniques/cudnn_benchmark.py": "the step in which cuDNN times kernels",
+    "techniques/arms.py": "the step in which an arm is set up",
+    "techniques/compilation.py": "compilations, in a step of their own",
 }
 """Who has a stopwatch, and what for."""
 

@@ -25,7 +25,7 @@ from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.lightning.packages import Callback, LightningModule, callbacks_of, is_lightnings, own
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.step.layers import STEPS, Call, Layer
-from lightning_accel.techniques.layout_draws import LayoutDraws
+from lightning_accel.techniques.layout_modes import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
 
 DRAWS_GOING_BACKWARD = "a hook on the backward pass draws random numbers, in the order of memory"

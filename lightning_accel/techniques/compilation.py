@@ -21,8 +21,15 @@ from lightning_accel.core.patch import Patch
 from lightning_accel.techniques import kernel_cache
 from lightning_accel.techniques.arms import ArmSetup, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.compiled_blocks import CompilePatch, Prepare, alike, tried
-from lightning_accel.techniques.compiled_graphs import GRAPHS, SETTLE, ReplayedPatch
+from lightning_accel.techniques.compiled_blocks import (
+    GRAPHS,
+    SETTLE,
+    CompilePatch,
+    Prepare,
+    ReplayedPatch,
+    alike,
+    tried,
+)
 from lightning_accel.techniques.cuda_capture import capture_on_cuda
 from lightning_accel.techniques.graphed_block import Capture
 from lightning_accel.techniques.registry import register

@@ -23,7 +23,7 @@ from lightning_accel.core.tree import map_tensors, tensors_in
 from lightning_accel.experiment.screening import screen
 from lightning_accel.experiment.trial import NumbersComparison, Trial
 from lightning_accel.experiment.trial_runs import TrialSide
-from lightning_accel.techniques.layout_draws import LayoutDraws
+from lightning_accel.techniques.layout_modes import LayoutDraws
 from lightning_accel.techniques.technique_context import Verdict
 
 # A 1x1 convolution with a stride, in channels_last and bfloat16, on two threads: its backward pass leaves a kernel in

@@ -35,8 +35,7 @@ from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
-from lightning_accel.techniques.layout_draws import LayoutDraws, LayoutDrawsInOrder
-from lightning_accel.techniques.layout_rescue import LayoutRescue, LayoutShown
+from lightning_accel.techniques.layout_modes import LayoutDraws, LayoutDrawsInOrder, LayoutRescue, LayoutShown
 from lightning_accel.techniques.layout_trial import BREAKS_THE_HEAP, LayoutTrial, breaks_the_heap
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site

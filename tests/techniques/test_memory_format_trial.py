@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_accel.core.purse import Purse
-from lightning_accel.techniques.layout_draws import LayoutDraws
+from lightning_accel.techniques.layout_modes import LayoutDraws
 from lightning_accel.techniques.layout_trial import LayoutTrial
 from support.models import TASKS, images
 from support.techniques.memory_format_cases import IN_FORCE_NOWHERE, assert_same_step, clock, laid_out, step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accel import AccelWarning
-from lightning_accel.techniques.loss import head_trial, heads, technique
+from lightning_accel.techniques.loss import heads, technique
 from lightning_accel.techniques.loss.chunked_loss import linear_cross_entropy
 from lightning_accel.techniques.loss.deferred import DeferredLogits
 from support.loss_models import (
@@ -168,7 +168,6 @@ def test_under_autocast_product_and_loss_have_the_dtypes_they_would_have() -> No
 def test_a_computation_with_other_numbers_is_refused_at_its_first_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss in pieces that is off by a percent."""
     wrong = lambda problem: 1.01 * linear_cross_entropy(problem)  # noqa: E731
-    monkeypatch.setattr(head_trial, "linear_cross_entropy", wrong)
     monkeypatch.setattr(heads, "linear_cross_entropy", wrong)
     run = side_by_side(LanguageModel(), loss_of_all)
     assert run.num_fused == 0
@@ -176,11 +175,11 @@ def test_a_computation_with_other_numbers_is_refused_at_its_first_loss(monkeypat
 
 
 def test_it_is_tried_on_rows_that_count_where_the_first_ones_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_trial, "linear_cross_entropy", lambda problem: 1.01 * linear_cross_entropy(problem))
+    monkeypatch.setattr(heads, "linear_cross_entropy", lambda problem: 1.01 * linear_cross_entropy(problem))
 
     def step(model: nn.Module, tokens: Tensor) -> Tensor:
         target = tokens.roll(-1, 1).flatten()
-        target[: head_trial.ROWS] = -100
+        target[: heads.ROWS] = -100
         return F.cross_entropy(model(tokens).view(-1, VOCABULARY), target)
 
     assert "other numbers than the original" in side_by_side(LanguageModel(), step).refused["head"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -119,14 +119,12 @@ class ActivationOffloading(Technique):
         return cls(settings, context.model, context.device)
 
     @override
-    def step(self, stage: str) -> AbstractContextManager[Any]:
-        if stage == "train" and torch.is_grad_enabled():
-            return self._offloaded()
-        self._search.interrupt()
-        return nullcontext()
-
     @contextmanager
-    def _offloaded(self) -> Iterator[None]:
+    def step(self, stage: str) -> Iterator[None]:
+        if stage != "train" or not torch.is_grad_enabled():
+            self._search.interrupt()
+            yield
+            return
         self._search.next_step()
         self.offloader.prefetch_depth = self._search.depth
         before = self.offloader.stats.bytes_out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -153,11 +153,11 @@ class Padding(Technique):
         return grouped
 
     @override
-    def step(self, stage: str) -> AbstractContextManager[None]:
-        return self._watching() if stage == "train" and _DRAWS not in self._complaints else nullcontext()
-
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def step(self, stage: str) -> Iterator[None]:
+        if stage != "train" or _DRAWS in self._complaints:
+            yield
+            return
         before = StateSnapshot(None, Level.RANDOM, device_of(self._model))
         yield
         self._may_draw = bool(before.drawn())

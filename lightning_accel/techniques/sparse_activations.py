@@ -7,8 +7,8 @@ https://doi.org/10.1109/ISCA.2018.00070, of which this takes the lossless part: 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -67,11 +67,11 @@ class SparseActivations(Technique):
         return cls(context.model)
 
     @override
-    def step(self, stage: str) -> AbstractContextManager[Any]:
-        return self._packing() if stage == "train" and torch.is_grad_enabled() else nullcontext()
-
     @contextmanager
-    def _packing(self) -> Iterator[None]:
+    def step(self, stage: str) -> Iterator[None]:
+        if stage != "train" or not torch.is_grad_enabled():
+            yield
+            return
         self.packer.begin_step()
         try:
             with saving(self.packer, self._model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -98,6 +98,7 @@ class MemoryBudget(GradientCheckpointing):
         self, plan: MemoryBudgetOptions, offloading: Offloading | None, device: torch.device, *, verify: bool = True
     ) -> None:
         super().__init__("selective", plan.blocks)
+        self._asked = "budget", plan.budget
         self._verify = verify
         # What a block has packed away is no longer counted as held, and still must not be changed.
         self.run.protects = {"": "with a memory budget: what its plan packs away must stay as it is"}
@@ -142,10 +143,6 @@ class MemoryBudget(GradientCheckpointing):
         return ()
 
     @override
-    def _asked(self) -> tuple[str, Any]:
-        return "budget", self._plan.budget
-
-    @override
     def _edit(self, site: str, block: nn.Module) -> MethodPatch:
         assert self._planner is not None
         return trained_patch(site, "what it does is planned", block, functools.partial(self._planner.run, site))
@@ -160,15 +157,13 @@ class MemoryBudget(GradientCheckpointing):
         return verdict
 
     @override
-    def step(self, stage: str) -> AbstractContextManager[Any]:
-        assert self._planner is not None
-        self._planner.agree = self.run.agree
-        self._planner.enter(is_training=stage == "train" and torch.is_grad_enabled())
-        self._tell(self._planner)
-        return self._step(stage, self._planner)
-
     @contextmanager
-    def _step(self, stage: str, planner: Planner) -> Iterator[None]:
+    def step(self, stage: str) -> Iterator[None]:
+        planner = self._planner
+        assert planner is not None
+        planner.agree = self.run.agree
+        planner.enter(is_training=stage == "train" and torch.is_grad_enabled())
+        self._tell(planner)
         with super().step(stage), planner.around_step():
             yield
 

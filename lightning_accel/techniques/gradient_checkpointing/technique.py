@@ -86,6 +86,7 @@ class GradientCheckpointing(Technique):
 
     def __init__(self, mode: Recomputation, names: Sequence[str] = ()) -> None:
         self._mode = mode
+        self._asked: tuple[str, Any] = "checkpoint", mode  # the switch and its value, as errors say them
         self._names = names
         self._blocks: dict[str, nn.Module] = {}
         self._untried: list[str] = []  # sites that nothing has called yet
@@ -104,7 +105,7 @@ class GradientCheckpointing(Technique):
     def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
         self._blocks = self._find_blocks(model)
         if not self._blocks:
-            switch, value = self._asked()
+            switch, value = self._asked
             raise ValueError(
                 f"memory.{switch}={value!r}: {type(model).__name__} has no repeated blocks to checkpoint. Name some:"
                 f" memory=MemoryOptions({switch}={value!r}, blocks=['MyBlock', 'encoder.mid'])."
@@ -131,9 +132,6 @@ class GradientCheckpointing(Technique):
                 judge = functools.partial(self._judge_and_undo, patch)
                 self.run.trials[site] = SiteTrial(block, judge, when=torch.is_grad_enabled)
                 yield patch
-
-    def _asked(self) -> tuple[str, Any]:
-        return "checkpoint", self._mode
 
     def _find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         # Recomputing all of a part that occurs once costs its time and, as it is recomputed in one go, may save

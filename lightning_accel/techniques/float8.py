@@ -86,9 +86,7 @@ def float8_patches(model: nn.Module, recipe: str, *, emulate: bool) -> Iterator[
     config = configuration(recipe, emulate=emulate)
     for site, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            reason = _why_not(module)
-            if not reason and is_inside_compiled(model, site):
-                reason = "inside a compiled module"
+            reason = _why_not(module) or ("inside a compiled module" if is_inside_compiled(model, site) else "")
             yield Site(site, why_not=reason) if reason else Float8Patch(site, module, config)
 
 
@@ -160,7 +158,11 @@ class Float8(Technique):
 
     @override
     def unavailable(self, host: Host) -> str | None:
-        return None if self._emulate else _not_on(host)
+        if self._emulate or (host.kind == "cuda" and host.capability is not None and host.capability >= (8, 9)):
+            return None
+        if host.kind == "rocm":
+            return "not measured on AMD's cards"
+        return f"{host.device_name} has no 8-bit floating point: it came with compute capability 8.9 of NVIDIA's cards"
 
     @override
     def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:
@@ -232,11 +234,3 @@ class Float8(Technique):
 def _relative(actual: Tensor, plain: Tensor) -> float:
     error, norm = (float(tensor.double().norm()) for tensor in (actual.double() - plain.double(), plain))
     return error / norm if norm else (0.0 if error == 0 else float("inf"))  # of a layer that begins with zeros, say
-
-
-def _not_on(host: Host) -> str | None:
-    if host.kind == "cuda" and host.capability is not None and host.capability >= (8, 9):
-        return None
-    if host.kind == "rocm":
-        return "not measured on AMD's cards"
-    return f"{host.device_name} has no 8-bit floating point: it came with compute capability 8.9 of NVIDIA's cards"

@@ -186,17 +186,14 @@ def _unsafe(image: Tensor, name: str, args: Any, kwargs: Any) -> str:
     """Why this call must not even be tried in the other layout; empty where it may."""
     if is_channels_last(image):
         return "images are in channels_last already: the layout is the user's"
-    if _is_lone_bfloat16(image):
+    is_on_cpu = image.device.type == "cpu"
+    casts_to_bfloat16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    if is_on_cpu and image.shape[0] == 1 and casts_to_bfloat16:
         return _LONE_SAMPLE
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     stride = kwargs.get("stride", args[3] if len(args) > 3 else 1)
     strides = (stride,) if isinstance(stride, int) else tuple(stride)
-    is_plain = image.device.type == "cpu" and name in ("conv2d", "conv3d") and isinstance(weight, Tensor)
+    is_plain = is_on_cpu and name in ("conv2d", "conv3d") and isinstance(weight, Tensor)
     if is_plain and breaks_the_heap(weight.shape[2:], strides, weight.shape[1]):
         return BREAKS_THE_HEAP
     return ""
-
-
-def _is_lone_bfloat16(image: Tensor) -> bool:
-    is_lone = image.shape[0] == 1 and image.device.type == "cpu"
-    return is_lone and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16

@@ -29,6 +29,7 @@ from lightning_accel.techniques.technique_context import Forecast, Verdict, Verd
 MatmulPrecisionSetting = Literal["off", "auto", "high", "medium"]
 
 _FORMATS = {"cuda": "TF32", "cpu": "bfloat16"}
+_BACKENDS: Any = torch.backends  # whose types lack some of these names
 _UNSET = ("none", "none", "none")
 
 
@@ -76,10 +77,9 @@ class MatmulPrecisionPatch(Patch):
         """Has what the user has in force, or ours again; nothing where somebody has set another one since."""
         if not self.is_applied or rests == self._rests:
             return
-        if rests and in_force() == self._ours:
-            self._restore()
-            self._rests = True
-        elif not rests:
+        if rests:
+            self._rests = self._restore()
+        else:
             self._rests = False
             if in_force() == self._before[1]:
                 _set_older(self.variants[0])
@@ -93,22 +93,25 @@ class MatmulPrecisionPatch(Patch):
 
     @override
     def _undo(self) -> None:
-        if not self._rests and in_force() == self._ours:
+        if not self._rests:
             self._restore()
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Has what was in force before, and returns whether it has: not where somebody has set another one since."""
+        if in_force() != self._ours:
+            return False
         older, newer = self._before
         _set_older(older)
         # "none", which is nobody's choice, is what the older interface cannot set.
-        torch.backends.cuda.matmul.fp32_precision = newer[1]
-        backends: Any = torch.backends
-        backends.mkldnn.matmul.fp32_precision = newer[2]
+        _BACKENDS.cuda.matmul.fp32_precision = newer[1]
+        _BACKENDS.mkldnn.matmul.fp32_precision = newer[2]
+        return True
 
 
 def in_force() -> tuple[str, str, str]:
     """What is set for everything, for products on NVIDIA's cards, and for those of oneDNN; ``"none"``: nothing."""
-    backends: Any = torch.backends
-    return backends.fp32_precision, backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+    matmuls = _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul
+    return _BACKENDS.fp32_precision, matmuls[0].fp32_precision, matmuls[1].fp32_precision
 
 
 def _older() -> str:

@@ -90,21 +90,23 @@ class Head:
         stage, self.stage = self.stage, None
         if stage is None:
             return
-        families, self._families = self._families, []
+        if is_whole:
+            self._read_held("somebody who holds them after the step")
+        self._families = []
         if not is_whole:
             return
-        for ref in families:
-            if (family := ref()) is not None and family.living:
-                family.read_by("somebody who holds them after the step")
         self._reads[stage] = self._reads[stage] + 1 if self._reader else 0
         if self._reads[stage] >= PATIENCE:
             self._give_up(stage, f"its logits are read, by {self._reader}")
 
     def before_weights_change(self) -> None:
         """Computes what is held, in the middle of a step."""
+        self._read_held("somebody who holds them while weights change")
+
+    def _read_held(self, who: str) -> None:
         for ref in self._families:
             if (family := ref()) is not None and family.living:
-                family.read_by("somebody who holds them while weights change")
+                family.read_by(who)
 
     def _give_up(self, stage: str, why: str) -> None:
         self._plain_in.add(stage)
@@ -197,12 +199,12 @@ def compared(problem: LossProblem, with_gradients: bool) -> NumbersComparison:
     What is in float64 is tried in float32: there is no wider yardstick, and the few orders in which a small problem can
     be summed show less of its rounding than the many of pieces.
     """
-    if problem.form.wide == torch.float64:
-        problem = _in_float32(problem)
-    some = problem.rows.detach()[:ROWS]
-    target = _targets(problem)
-    plain = _Plain(problem)
-    rows = some.clone().requires_grad_(with_gradients and problem.rows.requires_grad)
+    form, plain = problem.form, _Plain(problem)
+    rows, target = problem.rows.detach()[:ROWS].clone(), _targets(problem)
+    if form.wide == torch.float64:
+        form = plain.form = replace(form, logits_dtype=torch.float32, loss_dtype=torch.float32)
+        plain, rows = plain.float(), rows.float()
+    rows.requires_grad_(with_gradients and problem.rows.requires_grad)
 
     def in_pieces(rows: Tensor, target: Tensor) -> Tensor:
         small = replace(
@@ -212,6 +214,7 @@ def compared(problem: LossProblem, with_gradients: bool) -> NumbersComparison:
             bias=plain.bias,
             target=target,
             class_weight=plain.class_weight,
+            form=form,
             rows_at_once=AT_ONCE,
         )
         return linear_cross_entropy(small)
@@ -234,7 +237,7 @@ class _Plain(nn.Module):
 
     def __init__(self, problem: LossProblem) -> None:
         super().__init__()
-        self._form = problem.form
+        self.form = problem.form
         self.weight = _part(problem.weight)
         self.bias = None if problem.bias is None else _part(problem.bias)
         weight = problem.class_weight
@@ -243,24 +246,10 @@ class _Plain(nn.Module):
 
     @override
     def forward(self, rows: Tensor, target: Tensor) -> Any:
-        form = self._form
+        form = self.form
         logits = F.linear(rows, self.weight, self.bias)
         logits = logits.to(torch.promote_types(logits.dtype, form.loss_dtype))
         return form.cross_entropy(logits, target, self.class_weight)
-
-
-def _in_float32(problem: LossProblem) -> LossProblem:
-    def cast(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.detach().float().requires_grad_(tensor.requires_grad)
-
-    return replace(
-        problem,
-        rows=cast(problem.rows[:ROWS]),
-        weight=cast(problem.weight[:CLASSES]),
-        bias=None if problem.bias is None else cast(problem.bias[:CLASSES]),
-        class_weight=None if problem.class_weight is None else cast(problem.class_weight[:CLASSES]),
-        form=replace(problem.form, logits_dtype=torch.float32, loss_dtype=torch.float32),
-    )
 
 
 def _part(parameter: Tensor) -> nn.Parameter:

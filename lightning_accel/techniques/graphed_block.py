@@ -172,7 +172,7 @@ class GraphedBlock:
         return [id(part) for module in self._modules for part in parts_of(module)]
 
     def _has_hooks(self) -> bool:
-        return any(any(hooks_of(module)) for module in self._modules) or hooks_on_all_modules()
+        return any(any(hooks_of(module)) for module in self._modules) or bool(hooks_on_all_modules())
 
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
         if self._has_hooks():

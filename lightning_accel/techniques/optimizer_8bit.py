@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.adam import adam
 from typing_extensions import override
 
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.patch import Patch
-from lightning_accel.core.stepping import Group
+from lightning_accel.core.stepping import Group, step_of
 from lightning_accel.core.torchao import why_missing
 from lightning_accel.memory import eight_bits
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
@@ -33,7 +32,6 @@ CHUNK_ELEMENTS = 1 << 22
 """Parameters that are stepped together: only their states are in floats at a time."""
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # and whether they can be negative
-_OPTIONS = ("lr", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "foreach", "fused")
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -64,8 +62,8 @@ def _is_dense(gradient: Tensor | None) -> bool:
 class EightBitStates(StandInSteps):
     """Keeps the moments of one Adam in 8 bits, and gives everybody else floats.
 
-    Large parameters are stepped first, by torch's function and the options of their groups, a few at a time with their
-    states in floats; the stand-in has the others. The optimizer is one that :func:`why_not` has nothing against.
+    Large parameters are stepped first, a few at a time, by torch's step on a stand-in that has their states in floats;
+    the stand-in of the step itself has the others. The optimizer is one that :func:`why_not` has nothing against.
     """
 
     yields_to_compilers = False  # which know nothing of 8 bits
@@ -104,47 +102,23 @@ class EightBitStates(StandInSteps):
             self._run.status = f"in force: states take {sizes}; {line}"
         return others
 
-    def _step_together(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> None:
-        states = [self._state(parameter, group) for parameter in parameters]
-        floats = [_floats_of(state, parameter) for state, parameter in zip(states, parameters, strict=True)]
-        options = {name: group[name] for name in _OPTIONS}
-        options["beta1"], options["beta2"] = group["betas"]
-        self._errors.before(self._optimizer, parameters, floats, group)
-        adam(
-            list(parameters),
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [moments["exp_avg"] for moments in floats],
-            [moments["exp_avg_sq"] for moments in floats],
-            [moments["max_exp_avg_sq"] for moments in floats if group["amsgrad"]],
-            [state["step"] for state in states],
-            grad_scale=getattr(self._optimizer, "grad_scale", None),  # set by torch's gradient scaler, for fused ones
-            found_inf=getattr(self._optimizer, "found_inf", None),
-            **options,
-        )
-        for state, moments in zip(states, floats, strict=True):
-            for name, values in moments.items():
-                eight_bits.write(state[name], values)
-        self._errors.after(parameters, states, floats)
-
-    def _state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is of a parameter, in 8 bits, after it was made as torch makes it where there was nothing."""
-        state: dict[str, Any] = self._optimizer.state[parameter]
-        if not state:
-            is_wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-            device = parameter.device if group["fused"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
-        for name, signed in _MOMENTS.items():
-            if name not in state and (name != "max_exp_avg_sq" or group["amsgrad"]):
-                state[name] = eight_bits.zeros_like(parameter, signed=signed)
-        _pack_state(state, parameter)  # somebody may have put floats there
-        return state
+    def _step_together(self, parameters: list[Tensor], group: Group) -> None:
+        held = [self._optimizer.state[parameter] for parameter in parameters]
+        states = {p: {**state, **_floats_of(state, p)} for p, state in zip(parameters, held, strict=True)}
+        self._errors.before(self._optimizer, parameters, [_moments_of(state) for state in states.values()], group)
+        stand_in = object.__new__(self._kind)
+        vars(stand_in).update(vars(self._optimizer), param_groups=[{**group, "params": parameters}], state=states)
+        step_of(self._kind)(stand_in)
+        for state, (parameter, values) in zip(held, states.items(), strict=True):
+            _pack_state(state, values, parameter)
+        self._errors.after(parameters, held, [_moments_of(state) for state in states.values()])
 
     @torch.no_grad()
     def _pack(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in optimizer.state and _takes(parameter, group):
-                    _pack_state(optimizer.state[parameter], parameter)
+                    _pack_state(optimizer.state[parameter], dict(optimizer.state[parameter]), parameter)
 
     @override
     def _own_states(self, group: Group, states: Mapping[Any, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -153,12 +127,19 @@ class EightBitStates(StandInSteps):
                 yield parameter, {**states[parameter], **floats}
 
 
-def _pack_state(state: dict[str, Any], parameter: Tensor) -> None:
-    for name, signed in _MOMENTS.items():
-        value = state.get(name)
-        if isinstance(value, Tensor) and not eight_bits.is_packed(value):
-            state[name] = eight_bits.zeros_like(parameter, signed=signed)
-            eight_bits.write(state[name], value)
+def _pack_state(state: dict[str, Any], values: Mapping[str, Any], parameter: Tensor) -> None:
+    """Has a state hold these values, its moments in 8 bits."""
+    for name, value in values.items():
+        if name not in _MOMENTS or not isinstance(value, Tensor) or eight_bits.is_packed(value):
+            state[name] = value
+            continue
+        if not eight_bits.is_packed(state.get(name)):
+            state[name] = eight_bits.zeros_like(parameter, signed=_MOMENTS[name])
+        eight_bits.write(state[name], value)
+
+
+def _moments_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: state[name] for name in _MOMENTS if name in state}
 
 
 def _floats_of(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -42,9 +42,11 @@ def test_only_a_part_of_the_states_is_in_floats_at_a_time(monkeypatch: pytest.Mo
     optimizer = AdamW(model.parameters())
     handle = started(optimizer, model)
     together = []
-    adam = optimizer_8bit.adam
+    step = optimizer_8bit.EightBitStates._step_together
     monkeypatch.setattr(
-        optimizer_8bit, "adam", lambda params, *a, **k: (together.append(len(params)), adam(params, *a, **k))
+        optimizer_8bit.EightBitStates,
+        "_step_together",
+        lambda self, parameters, group: (together.append(len(parameters)), step(self, parameters, group)),
     )
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()

@@ -143,9 +143,8 @@ class DeferredLogits(Tensor):
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         who = resolve_name(func) or getattr(func, "__name__", str(func))
-        first, rest, named = args[0] if args else kwargs.get("input"), args[1:], dict(kwargs)
-        if not args:
-            named.pop("input", None)
+        named = dict(kwargs)
+        first, *rest = args or (named.pop("input", None),)
         if isinstance(first, DeferredLogits) and not first.family.is_plain:
             found = None
             if func is F.cross_entropy:

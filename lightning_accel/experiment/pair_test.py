@@ -44,11 +44,17 @@ def log_wealth(above: int, pairs: int) -> float:
 
 @dataclass(frozen=True)
 class RatioInterval:
-    """The speed of B as a multiple of A's."""
+    """The speed of B as a multiple of A's.
 
-    ratio: float  # the median of the pairs' ratios; 1.0 without any pair
-    low: float  # the lower bound; 0.0 while there is none
-    high: float  # the upper bound; infinite while there is none
+    Attributes:
+        ratio: The median of the pairs' ratios; 1.0 without any pair.
+        low: The lower bound; 0.0 while there is none.
+        high: The upper bound; infinite while there is none.
+    """
+
+    ratio: float
+    low: float
+    high: float
 
     def __str__(self) -> str:
         bounds = [f"at least {self.low:.2f}x"] * (self.low > 0) + [f"at most {self.high:.2f}x"] * math.isfinite(

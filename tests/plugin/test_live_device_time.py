@@ -10,7 +10,7 @@ import pytest
 from lightning_accel import Plan, accelerate
 from lightning_accel.callbacks import _fit_timeline as fit_timeline
 from lightning_accel.core.clocks import EventClock
-from lightning_accel.tuning import loop
+from lightning_accel.tuning import turns
 from support.live_runs import SimulatedTime, Speed, Timed, fit, simulated
 from support.simulated_device import SimulatedDevice
 
@@ -35,7 +35,7 @@ class QueuedTime(SimulatedTime):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    for module in (fit_timeline, loop):
+    for module in (fit_timeline, turns):
         monkeypatch.setattr(module, "clock_for", lambda of: EventClock(device.new_event))
     return device
 

@@ -50,8 +50,13 @@ def claim_in(text: str | None, *, row: int) -> Claim:
         text: What was promised, and lines ``Claimed: ...``, ``Holds: ...``, ``Holds when: ...`` and ``No longer holds:
             ...``, going on in lines that are indented; others are for readers alone.
         row: As of a claim.
+
+    Raises:
+        ValueError: Python has left docstrings out.
     """
-    about, _, more = (text or "").partition(".\n")
+    if text is None:
+        raise ValueError("claims stand in docstrings, which python -OO and PYTHONOPTIMIZE=2 leave out. Run without.")
+    about, _, more = text.partition(".\n")
     found = {name: " ".join(said.split()) for name, said in re.findall(r"^(\w[\w ]*): (.*(?:\n {4}.*)*)", more, re.M)}
     why: dict[Outcome, str] = {outcome: found[outcome.capitalize()] for outcome in get_args(Outcome)}
     return Claim(row=row, text=about, claimed=found["Claimed"], why=why)

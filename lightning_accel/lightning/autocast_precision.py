@@ -50,7 +50,7 @@ class AutocastPrecision(Autocast, Precision):
         self._aside = PatchSet()
         self.device = device
 
-    def _stand_aside(self) -> None:
+    def _use_lightnings_methods(self) -> None:
         """Leaves what a plain step calls to Lightning's own methods: of short steps, ours are a part that counts."""
         if self._aside or self.precision != "32-true":
             return

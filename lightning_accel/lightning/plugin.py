@@ -154,13 +154,13 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             if record.state == "waiting":
                 record.change("left out", f"not tried: {reason}")
             record.is_on &= name == "precision"
-        self._stand_aside()
+        self._use_lightnings_methods()
 
     @override
-    def _stand_aside(self) -> None:
+    def _use_lightnings_methods(self) -> None:
         is_by_hand = self._plain_start is not None and self._plain_start.is_by_hand
         if self._run is None and not is_by_hand:
-            super()._stand_aside()
+            super()._use_lightnings_methods()
 
     def _retire(self, run: Run) -> None:
         """Has the rest of the run be the user's own: nothing was faster."""
@@ -170,7 +170,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             self.set_precision("32-true")
         if self._plain_start is not None and not self._plain_start.goes_on():
             self._plain_start.close()
-            self._stand_aside()
+            self._use_lightnings_methods()
 
     @override
     def connect(

@@ -147,7 +147,7 @@ class Run:
         if self._purse is None or may_lack_memory(self.engine.context.device):
             return
         with self._purse.paying("switching"):
-            self.pipeline.let_stand(not is_plain)
+            self.pipeline.enable(not is_plain)
 
     def _may_look(self) -> bool:
         """Returns whether to search for tensors of earlier steps before a switch: more rarely if steps are short."""

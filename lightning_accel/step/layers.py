@@ -45,7 +45,7 @@ class Layer(Patch):
 
     Attributes:
         name: The place in :data:`ORDER`.
-        stands: Whether the layer is called; if not, it stands aside.
+        is_enabled: Whether the layer is called.
 
     Args:
         targets: Pairs of an object and the names of its methods.
@@ -59,7 +59,7 @@ class Layer(Patch):
         methods = ", ".join(f"{type(owner).__name__}.{method}" for owner, method in self._targets)
         super().__init__(f"{self.name} around {methods}", "a layer of the step")
         self.companions = PatchSet(companions)
-        self.stands = True
+        self.is_enabled = True
         self.chains: list[_Chain] = []
 
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class _Chain:
         """Builds the call again after layers were added, removed or set aside."""
         self.call: Call = self._original
         for layer in reversed(self.layers):
-            if layer.stands:
+            if layer.is_enabled:
                 own = getattr(layer, f"around_{self.method.lstrip('_')}", None)
                 around = own or functools.partial(layer.around, self.method)
                 self.call = functools.partial(around, self.call)
@@ -150,13 +150,13 @@ class StepPipeline:
             layer.apply()
             self._layers.append(layer)
 
-    def let_stand(self, stands: bool) -> None:
+    def enable(self, is_enabled: bool) -> None:
         """Enables all layers, or disables them until they are enabled again."""
         # Live trials call this between two steps, so each method is composed only once, for all its layers.
         chains = {id(chain): chain for layer in self._layers for chain in layer.chains}
         for layer in self._layers:
-            layer.stands = stands
-            (layer.companions.apply if stands else layer.companions.undo)()
+            layer.is_enabled = is_enabled
+            (layer.companions.apply if is_enabled else layer.companions.undo)()
         for chain in chains.values():
             chain.compose()
 
@@ -165,9 +165,9 @@ class StepPipeline:
         while self._layers:
             layer = self._layers.pop()
             layer.undo()
-            layer.stands = True
+            layer.is_enabled = True
 
     def __repr__(self) -> str:
         layers = sorted(self._layers, key=lambda layer: ORDER.index(layer.name))
-        names = [layer.name if layer.stands else f"({layer.name}, stands aside)" for layer in layers]
+        names = [layer.name if layer.is_enabled else f"({layer.name}, disabled)" for layer in layers]
         return " → ".join([*dict.fromkeys(names), "Lightning"])

@@ -71,10 +71,10 @@ def test_a_pipeline_that_stands_aside_is_not_called_until_it_stands_again() -> N
     companion = Noting("timeline", strategy)
     pipeline = StepPipeline([layer := Noting("retry", strategy), Noting("split", strategy)])
     layer.companions.add(companion)
-    pipeline.let_stand(False)
+    pipeline.enable(False)
     strategy.training_step(1)
     assert strategy.calls == ["user"]
-    pipeline.let_stand(True)
+    pipeline.enable(True)
     strategy.training_step(1)
     assert strategy.calls == ["user", "timeline", "retry", "split", "user"]
 
@@ -82,9 +82,9 @@ def test_a_pipeline_that_stands_aside_is_not_called_until_it_stands_again() -> N
 def test_a_layer_keeps_its_place_though_it_came_while_others_stood_aside() -> None:
     strategy = Strategy()
     pipeline = StepPipeline([Noting("retry", strategy)])
-    pipeline.let_stand(False)
+    pipeline.enable(False)
     StepPipeline([Noting("timeline", strategy), Noting("split", strategy)])
-    pipeline.let_stand(True)
+    pipeline.enable(True)
     strategy.training_step(1)
     assert strategy.calls == ["timeline", "retry", "split", "user"]
 
@@ -131,8 +131,8 @@ def test_a_pipeline_reads_as_its_layers_from_the_outside_in() -> None:
     strategy = Strategy()
     pipeline = StepPipeline([Noting("split", strategy), Noting("oom_report", strategy)])
     assert repr(pipeline) == "oom_report → split → Lightning"
-    pipeline.let_stand(False)
-    assert repr(pipeline) == "(oom_report, stands aside) → (split, stands aside) → Lightning"
+    pipeline.enable(False)
+    assert repr(pipeline) == "(oom_report, disabled) → (split, disabled) → Lightning"
 
 
 def test_a_method_that_is_none_is_named() -> None:

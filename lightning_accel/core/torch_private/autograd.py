@@ -79,7 +79,8 @@ def node_under_way() -> int:
 def latest_node() -> int:
     """Returns the number of the newest node of this thread: ``torch.autograd._get_sequence_nr``, since torch 2.1.
 
-    Inside an operation this is the operation's own node. Without it, backward time cannot be attributed to modules.
+    Inside an operation this is the operation's own node. Without it, backward time cannot be attributed to modules,
+    and memory cannot be planned block by block.
     """
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 

@@ -49,7 +49,7 @@ class Layer(Patch):
 
     Args:
         targets: Pairs of an object and the names of its methods.
-        companions: Other patches, applied while the layer stands.
+        companions: Other patches, applied while the layer is enabled.
     """
 
     name: ClassVar[str]
@@ -138,7 +138,7 @@ def _chain_of(owner: Any, method: str) -> _Chain | None:
 
 
 class StepPipeline:
-    """The layers of one run around its steps, in :data:`ORDER`. They stand, or stand aside, together."""
+    """The layers of one run around its steps, in :data:`ORDER`. They are enabled and disabled together."""
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
         self._layers: list[Layer] = []

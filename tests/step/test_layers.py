@@ -66,7 +66,7 @@ def test_without_layers_the_method_is_the_objects_own() -> None:
     assert vars(strategy).keys() == {"calls"}
 
 
-def test_a_pipeline_that_stands_aside_is_not_called_until_it_stands_again() -> None:
+def test_a_disabled_pipeline_is_not_called_until_it_is_enabled_again() -> None:
     strategy = Strategy()
     companion = Noting("timeline", strategy)
     pipeline = StepPipeline([layer := Noting("retry", strategy), Noting("split", strategy)])
@@ -79,7 +79,7 @@ def test_a_pipeline_that_stands_aside_is_not_called_until_it_stands_again() -> N
     assert strategy.calls == ["user", "timeline", "retry", "split", "user"]
 
 
-def test_a_layer_keeps_its_place_though_it_came_while_others_stood_aside() -> None:
+def test_a_layer_keeps_its_place_though_it_came_while_others_were_disabled() -> None:
     strategy = Strategy()
     pipeline = StepPipeline([Noting("retry", strategy)])
     pipeline.enable(False)

@@ -222,8 +222,8 @@ class Arguments:
             lossy: The same as ``techniques`` for those that change training beyond rounding: ``{"float8":
                 "tensorwise"}``.
             trust: ``"measured"`` tests the numbers of every change on the first batch, and its speed on whole training
-                steps during the training, so that the run is never slower than plain. ``"checked"`` tests the numbers
-                alone. ``"unchecked"`` applies changes without a test.
+                steps during the training; a change stays only if it is faster. ``"checked"`` tests the numbers alone.
+                ``"unchecked"`` applies changes without a test.
             report: ``True`` adds a :class:`~lightning_accel.callbacks.SpeedMemoryLogger` unless the Trainer has one;
                 ``False`` does not. The name of a file that ends in ``.html``, ``.md`` or ``.json`` makes each fit write
                 its report there, too, or beside the run's record if the file cannot be written.

@@ -36,6 +36,7 @@ class Purse:
         steps_a_turn: The number of steps from one optimizer step to the next.
         spent_s: Purpose → seconds spent.
         earned_s: Seconds that faster steps have saved compared with plain ones. They may be spent again.
+        sure_share: The share of a plain step that the steps now in force surely save.
     """
 
     def __init__(self, clock: Callable[[], float] = seconds) -> None:
@@ -43,7 +44,7 @@ class Purse:
         self.done = 0
         self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
-        self.earned_s = 0.0
+        self.earned_s = self.sure_share = 0.0
         self._clock = clock
         self._plain_s: list[float] = []
         self._payer: list[float] = []  # for each open payment, the seconds paid inside it
@@ -73,7 +74,9 @@ class Purse:
         # A run without an end is assumed to be half over.
         steps = self.steps if math.isfinite(self.steps) else 2 * max(self.done, FIRST_STEPS)
         first = FIRST_SHARE * min(max(self.done, FIRST_STEPS), steps)
-        return min(SHARE * steps, first) * step_s - spent
+        # Proven steps will save more. Half of that may be spent before, within the share of the steps so far.
+        ahead = self.sure_share * max(0, steps - self.done) / 2
+        return (min(SHARE * steps, first) + min(ahead, first)) * step_s - spent
 
     @property
     def total_s(self) -> float:
@@ -83,7 +86,8 @@ class Purse:
     @property
     def to_come_s(self) -> float:
         """The seconds that the run may still spend until its end."""
-        return self.total_s + self.earned_s - sum(self.spent_s.values())
+        ahead = self.sure_share * max(0, self.steps - self.done) if self.sure_share else 0.0  # a run may have no end
+        return self.total_s + self.earned_s + ahead * (self.step_s or 0.0) - sum(self.spent_s.values())
 
     def can_pay(self, seconds: float) -> bool:
         """Returns whether this many seconds may be spent now."""

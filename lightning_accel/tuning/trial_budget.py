@@ -51,6 +51,11 @@ class TrialBudget:
             return False
         return self.purse.to_come_s > self.purse.turn_s
 
+    def rely_on(self, sure_gain: float) -> None:
+        """Sets the speed, as a multiple of the plain run's, that the steps from now on surely have."""
+        if self.purse is not None:
+            self.purse.sure_share = 1 - 1 / sure_gain
+
     def spend(self, turns: float) -> None:
         """Records the extra time of turns over plain ones. Negative extra time was saved, and may be spent again."""
         self._own_turns -= turns

@@ -283,6 +283,7 @@ class Questions:
         self.tuning.choices = {name: choice for name, choice in choices.items() if name not in self._setups.lost}
         if whole is not None:
             self.tuning.whole, self.tuning.is_earlier = whole, False
+        self._budget.rely_on(self.tuning.sure_gain)
 
 
 def _question(arm: Arm, choice: str) -> str:

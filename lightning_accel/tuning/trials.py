@@ -137,8 +137,8 @@ class LiveTrials(Questions):
     def give_up(self) -> None:
         """Ends the trials on all ranks: this rank has nothing left to switch, and the rest of the run is plain."""
         self._has_given_up = not self.is_over  # once it is over, no rank asks
-        self.tuning.choices, self.tuning.is_settled = {}, True
-        self._in_force = {}
+        self._hold({})
+        self.tuning.is_settled, self._in_force = True, {}
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
     def _is_all_decided(self) -> bool:

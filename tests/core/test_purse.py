@@ -62,6 +62,22 @@ def test_what_faster_steps_have_saved_may_be_spent_again() -> None:
     assert purse.spent_s == {}
 
 
+@pytest.mark.parametrize(
+    ("steps", "done", "left", "to_come"),
+    [
+        pytest.param(1_000, 200, 20.0, 100.0, id="no more ahead than 5% of the steps so far"),
+        pytest.param(1_000, 900, 25.0, 30.0, id="half of what the last steps will save"),
+        pytest.param(1_000, 1_000, 20.0, 20.0, id="nothing after the last"),
+    ],
+)
+def test_half_of_what_proven_steps_will_save_may_be_spent_ahead(
+    steps: int, done: int, left: float, to_come: float
+) -> None:
+    purse = purse_of(steps, done=done)
+    purse.sure_share = 0.1
+    assert (purse.left_s, purse.to_come_s) == pytest.approx((left, to_come))
+
+
 def test_what_was_paid_is_no_longer_there() -> None:
     purse = purse_of(100)
     purse.pay("trials", 1.5)

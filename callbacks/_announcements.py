@@ -10,12 +10,11 @@ from dataclasses import replace
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_prefixed_message
 
-from lightning_accel.callbacks._header import makes_loaders
+from lightning_accel.callbacks._header import makes_loaders, train_loaders
 from lightning_accel.core.host import usable_cores
 from lightning_accel.core.ranks import rank_zero_info
 from lightning_accel.core.report import Report
 from lightning_accel.core.states import SiteChanged
-from lightning_accel.core.tree import leaves
 from lightning_accel.data.advice import WORTH_ADVICE, waiting_advice
 from lightning_accel.evidence.epoch_speed import EpochSpeed
 from lightning_accel.evidence.events import Decision, PlanHeld, TrialDecided
@@ -57,7 +56,7 @@ def advise(trainer: Trainer, speed: EpochSpeed, *, has_images: bool) -> bool:
     if trainer.fast_dev_run or speed.world_size != trainer.world_size:  # type: ignore[attr-defined]
         return False
     lines = waiting_advice(
-        leaves(trainer.train_dataloader),
+        train_loaders(trainer),
         speed.data_wait_frac,
         trainer.strategy.root_device,
         preprocesses=bool(getattr(getattr(trainer.precision_plugin, "plan", None), "preprocess", ())),

@@ -12,12 +12,13 @@ from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree
 
 from lightning_accel.core.host import Host, usable_cores
-from lightning_accel.core.tree import leaves
 from lightning_accel.evidence.events import RunStarted
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.memory.meter import device_memory_bytes
@@ -54,12 +55,17 @@ def header_of(trainer: Trainer, started: datetime, *, has_images: bool) -> RunSt
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         loaders=[
             {name: getattr(loader, name) for name in _OF_LOADERS if isinstance(getattr(loader, name, None), int)}
-            for loader in leaves(trainer.train_dataloader)
+            for loader in train_loaders(trainer)
         ],
         source_folders=_source_folders(),
         makes_loaders=makes_loaders(trainer),
         has_images=has_images,
     )
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """Returns the loaders of a fit. A loader may be a sequence of its batches, which nobody else may read."""
+    return _pytree.tree_leaves(trainer.train_dataloader)
 
 
 def makes_loaders(trainer: Trainer) -> bool:

@@ -78,9 +78,8 @@ class FitRecord:
         self._due = Deadline(EVERY_S)
         # Since training began, in whichever run: losses are compared at equal steps.
         self._steps = self._written = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        is_automatic = trainer.lightning_module.automatic_optimization
-        self._divided_by = trainer.accumulate_grad_batches if is_automatic else 1  # what Lightning shows of a loss
-        self._losses: list[tuple[int, Tensor]] = []
+        self._is_automatic = trainer.lightning_module.automatic_optimization
+        self._losses: list[tuple[int, int, Tensor]] = []  # steps, by what Lightning has divided the loss, and the loss
         self._stride = 1
         self._held_mib: list[float] = []
         self._captured, self._compiling_ms = graphs_captured(), compiling_ms()
@@ -147,7 +146,8 @@ class FitRecord:
             if type(loss) is Tensor and loss.numel() == 1:
                 # A copy under XLA, made after the end of a step, would be compiled into the next one.
                 kept = loss.detach() if loss.device.type == "xla" else loss.detach().clone()
-                self._losses.append((self._steps, kept))
+                divided_by = self._trainer.accumulate_grad_batches if self._is_automatic else 1
+                self._losses.append((self._steps, divided_by, kept))
                 if len(self._losses) > MOST_PIECES:
                     self._stride *= 2
                     self._losses = [one for one in self._losses if one[0] % self._stride == 0]
@@ -182,7 +182,7 @@ class FitRecord:
     def training_ended(self, tally: StepTally, exception: BaseException | None = None) -> None:
         """Told when no step is to follow, and what has ended them."""
         if exception is not None and self._device.type != "cpu":  # a device that has failed raises at every question
-            self._losses = [one for one in self._losses if one[1].device.type == "cpu"]
+            self._losses = [one for one in self._losses if one[-1].device.type == "cpu"]
         self._take(tally)
         self._write()
 
@@ -231,7 +231,7 @@ class FitRecord:
             cycle_ms=in_pieces(new.cycle_ms),
             wait_ms=in_pieces(new.wait_ms),
             samples=new.samples if self.knows_samples else None,
-            losses=[(step, self._divided_by * value) for step, loss in self._losses for value in _value_of(loss)],
+            losses=[(step, factor * value) for step, factor, loss in self._losses for value in _value_of(loss)],
             held_mib=in_pieces(self._held_mib),
             captured=captured - self._captured,
             compiling_ms=max(0.0, compiling - self._compiling_ms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -80,8 +81,10 @@ class ExportBest(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._seen is None and trainer.is_global_zero:
-            self._seen = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
+        is_given = self._example is not None or pl_module.example_input_array is not None
+        if self._seen is None and not is_given and trainer.is_global_zero:
+            with suppress(Exception):  # a batch of a class that nobody else can make: the export says what it lacks
+                self._seen = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -105,7 +108,7 @@ class ExportBest(Callback):
                 module.trainer = None
         # Written by this very run: nothing in it is a stranger's.
         checkpoint = torch.load(best, map_location="cpu", weights_only=False)
-        model.load_state_dict(checkpoint["state_dict"])
+        model.load_state_dict(checkpoint["state_dict"], strict=pl_module.strict_loading)
         path = default_path(best, self._form, self._precision)
         if self._precision.startswith("int8"):
             model.cpu()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, fields, replace
-from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -55,7 +55,8 @@ class Plan(Arguments):
         values |= {name: MappingProxyType(_by_name(name, settings[name])) for name in _BY_NAME}
         values["preprocess"] = declarations()["preprocess"].read(settings["preprocess"]).transforms
         values["trust"] = read("trust", settings["trust"], Trust)
-        values["report"] = read("report", report, bool | PathLike | Annotated[str, _PAGE])
+        report = os.fspath(report) if isinstance(report, os.PathLike) else report
+        values["report"] = read("report", report, bool | Annotated[str, _PAGE])
         values["strict"] = read("strict", settings["strict"], bool)
         vars(self).update({name: values[name] for name in DEFAULTS})
         object.__setattr__(self, "_read", {})

@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from os import PathLike
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -150,8 +149,6 @@ def _fit(name: str, value: Any, kind: Any) -> Any:
         return tuple(value) if is_names else _MISFIT
     if isinstance(kind, type) and issubclass(kind, Options):
         return kind.read(value, name) if isinstance(value, kind | Mapping) else _MISFIT
-    if kind is PathLike:
-        return str(value) if isinstance(value, PathLike) else _MISFIT
     return value if type(value) is kind else _MISFIT
 
 

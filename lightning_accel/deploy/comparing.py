@@ -114,6 +114,8 @@ def compare_forms(
         )
         for name, times in spent.items()
     }
+    for name in candidates.keys() - spent.keys():
+        left_out[name] = "it does not take a batch of 1, for which forms are compared"
     recommended, why = _recommended(measured, max_drop)
     return Comparison(measured, left_out, max_drop, recommended, why)
 
@@ -162,7 +164,9 @@ def _timed(
     batched = dimensions_of(first, "batch")
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
-    has_batch = bool(sizes_of(first, batched).get("batch"))
+    has_batch = bool(sizes_of(first, batched).get("batch")) and _takes(
+        candidates[EAGER].call, resized(first, batched, {"batch": 1})
+    )
     for size in dict.fromkeys((1, *batch_sizes) if has_batch else (1,)):
         arguments = resized(first, batched, {"batch": size}) if has_batch else first
         able = {name: one.call for name, one in candidates.items() if _takes(one.call, arguments)}

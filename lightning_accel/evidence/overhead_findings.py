@@ -98,7 +98,8 @@ def callbacks(seen: Seen) -> Iterator[Finding]:
 
 def recompiling(seen: Seen) -> Iterator[Finding]:
     record = seen.record
-    late = [some for some in record.steps if some.first > BEGINNING * record.num_steps] or record.steps[1:]
+    before = record.steps[0].first - 1 if record.steps else 0  # steps of the run that this one goes on from
+    late = [some for some in record.steps if some.first - before > BEGINNING * record.num_steps] or record.steps[1:]
     captured = sum(some.captured for some in late)
     whole = sum(some.captured for some in record.steps)
     goes_on = captured >= 3

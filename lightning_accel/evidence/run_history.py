@@ -77,7 +77,7 @@ def _spread(steps: Sequence[StepMeasured], each: Sequence[Sequence[float]]) -> C
 
 
 def _scales(record: Record) -> Iterator[tuple[float, float]]:
-    steps = 0
+    steps = record.steps[0].first - 1 if record.steps else 0
     for epoch in record.epochs:
         steps += epoch.get("steps") or 0
         if (scale := number(epoch.get("loss_scale"))) is not None:

@@ -42,20 +42,6 @@ def compiling_ms() -> float:
     return 1e3 * float(spent_s.get("entire_frame_compile", 0.0))
 
 
-def capturing(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``torch.compile(function, backend=backend)`` without half a second of imports.
-
-    Torch wraps a backend in code that writes scripts to reproduce compiler errors, and that code imports AOTAutograd:
-    ``torch._dynamo.eval_frame.get_compiler_fn``, since torch 2.0. Without the name the imports happen.
-    """
-    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
-    name = "get_compiler_fn"
-    read = functools.partial(getattr, eval_frame, name, None)
-    with temporarily(read, functools.partial(setattr, eval_frame, name), lambda backend: backend):
-        captured: Callable[..., Any] = torch.compile(function, backend=backend)
-    return captured
-
-
 def dynamo_is_off() -> bool:
     """Returns whether ``set_stance("force_eager")`` or TORCHDYNAMO_DISABLE is in force: ``_stance``, torch 2.6.
 

@@ -20,7 +20,7 @@ from lightning_accel.core.isolation import isolated
 from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
-from lightning_accel.core.torch_private.compilation import capturing, dynamo_is_off, outside_of_ddp
+from lightning_accel.core.torch_private.compilation import dynamo_is_off, outside_of_ddp
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes, without_function_modes
 from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
@@ -46,7 +46,7 @@ class Capture:
         self._backend: Backend | Rehearsal | None = None
         self._modes: Sequence[Any] = ()
         self._forward = forward
-        self._captured: Forward = capturing(with_own_code(forward), self._rewritten)
+        self._captured: Forward = torch.compile(with_own_code(forward), backend=self._rewritten)
 
     def call(
         self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.torch_private.compilation import (
-    capturing,
     compile_with_inductor,
     compiled_call,
     cpp_compilers,
@@ -33,19 +30,6 @@ def test_what_compiles_is_known_once_something_was() -> None:
     """Else the step whose FLOPs are counted would turn compilation off for the rest of the run."""
     torch.compile(lambda x: x, backend="eager")
     assert dynamo_is_loaded()
-
-
-def test_a_capture_imports_no_compiler() -> None:
-    """Else the first capture takes half a second longer, which a run of half a minute cannot pay."""
-    code = """
-import sys, torch
-from lightning_accel.core.torch_private.compilation import capturing
-captured = capturing(lambda x: x.sin() + 1, lambda graph, inputs: graph.forward)
-assert captured(torch.zeros(2)).tolist() == [1.0, 1.0]
-print(sorted(sys.modules.keys() & {"torch._dynamo.utils", "torch._functorch.partitioners"}))
-"""
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "['torch._dynamo.utils']"
 
 
 def test_it_shows_that_dynamo_was_told_to_capture_nothing() -> None:

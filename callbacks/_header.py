@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree
 
 from lightning_accel.core.host import Host, usable_cores
 from lightning_accel.evidence.events import RunStarted
 from lightning_accel.lightning.packages import Trainer
+from lightning_accel.lightning.private import combined_loader
 from lightning_accel.memory.meter import device_memory_bytes
 from lightning_accel.settings import Plan
 
@@ -64,8 +64,9 @@ def header_of(trainer: Trainer, started: datetime, *, has_images: bool) -> RunSt
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:
-    """Returns the loaders of a fit. A loader may be a sequence of its batches, which nobody else may read."""
-    return _pytree.tree_leaves(trainer.train_dataloader)
+    """Returns the loaders of a fit, as Lightning tells them apart: one may be a sequence of its batches."""
+    combined = combined_loader(trainer.fit_loop)
+    return [] if combined is None else combined.flattened
 
 
 def makes_loaders(trainer: Trainer) -> bool:

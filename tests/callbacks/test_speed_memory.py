@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel.callbacks import SpeedMemoryLogger
 from lightning_accel.core.peak_memory import may_reset_peak
-from support.measured_runs import ALWAYS_LOGGED, BATCH_SIZE, STEP_FLOPS, Model, fit
+from support.measured_runs import ALWAYS_LOGGED, BATCH_SIZE, STEP_FLOPS, Folder, Model, fit
 
 
 def test_the_numbers_of_an_epoch_agree_with_each_other() -> None:
@@ -45,6 +46,24 @@ def test_a_step_is_a_batch_under_gradient_accumulation() -> None:
 
 def test_limited_epochs_count_what_they_trained_on() -> None:
     assert [(e.steps, e.samples) for e in fit(Model(), max_epochs=3, limit_train_batches=3).history] == [(3, 12)] * 3
+
+
+def test_a_loader_that_is_a_sequence_of_its_batches_is_read_by_the_training_alone(tmp_path: Path) -> None:
+    class Batches(Sequence[Tensor]):
+        read = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: Any) -> Tensor:
+            if index >= len(self):
+                raise IndexError(index)
+            self.read += 1
+            return torch.ones(BATCH_SIZE, 8)
+
+    batches = Batches()
+    fit(Model(), batches, logger=Folder(tmp_path))
+    assert batches.read == len(batches)
 
 
 def test_a_run_that_max_steps_ends_counts_its_part() -> None:

@@ -83,7 +83,8 @@ class ExportBest(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         is_given = self._example is not None or pl_module.example_input_array is not None
         if self._seen is None and not is_given and trainer.is_global_zero:
-            with suppress(Exception):  # a batch of a class that nobody else can make: the export says what it lacks
+            self._seen = ()  # once: of a class that nobody else can make there is none, and the export says so
+            with suppress(Exception):
                 self._seen = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
 
     @override

@@ -136,6 +136,52 @@ def test_a_batch_that_does_not_say_what_forward_takes_asks_for_an_example(make_t
     assert any("give ExportBest(example=...)" in note for note in plugin.report.notes)
 
 
+class Pair(dict[str, Tensor]):
+    """A batch that is made of two tensors, and of no other mapping."""
+
+    refused = 0
+
+    def __init__(self, *both: Tensor) -> None:
+        if len(both) != 2:
+            Pair.refused += 1
+            raise TypeError("a pair is made of two")
+        super().__init__(x=both[0], y=both[1])
+
+    def to(self, *_: Any, **__: Any) -> Pair:
+        return self
+
+
+def test_a_batch_of_a_class_that_nobody_else_can_make_is_tried_once_and_ends_no_fit(
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    class Paired(Supervised):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch["x"]).sum()
+
+    loader = DataLoader(range(4), batch_size=2, collate_fn=lambda rows: Pair(torch.randn(2, 8), torch.zeros(2)))
+    best = ExportBest()
+    trainer = make_trainer(callbacks=[ModelCheckpoint(dirpath="kept"), best], enable_checkpointing=True)
+    trainer.fit(Paired(mlp()), loader)
+    assert (trainer.state.finished, best.exported) == (True, None)
+    assert Pair.refused == 1
+
+
+def test_a_checkpoint_without_its_frozen_part_is_exported_where_loading_is_not_strict(
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    class Partial(Worsening):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"].pop("net.0.weight")
+
+    module, best = Partial(mlp()), ExportBest()
+    module.strict_loading = False
+    module.net[0].weight.requires_grad_(False)
+    make_trainer(callbacks=[keeper(), best], enable_checkpointing=True).fit(module, data(), data())
+    x = torch.randn(7, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(best.exported.load()(x), module(x))
+
+
 def test_two_forms_with_one_ending_and_two_precisions_have_names_of_their_own() -> None:
     names = [default_path(Path("best.ckpt"), form, numbers) for form, held in HOLDS.items() for numbers in held]
     assert len(set(names)) == len(names)

@@ -99,7 +99,7 @@ def compare_forms(
                 if name == EAGER:
                     raise _not_taken(original, first, error) from error
                 left_out[name] = one_line(error)
-        spent, per_second = _timed(candidates, first, batch_sizes, seconds, device_of(original))
+        size, spent, per_second = _timed(candidates, first, batch_sizes, seconds, device_of(original))
     measured = {
         name: Measured(
             latency=form_latency.latency_of(times),
@@ -114,9 +114,8 @@ def compare_forms(
         )
         for name, times in spent.items()
     }
-    for name in candidates.keys() - spent.keys():
-        left_out[name] = "it does not take a batch of 1, for which forms are compared"
-    recommended, why = _recommended(measured, max_drop)
+    left_out |= {name: f"it does not take a batch of {size}" for name in candidates if name not in spent}
+    recommended, why = _recommended(measured, max_drop, size)
     return Comparison(measured, left_out, max_drop, recommended, why)
 
 
@@ -159,23 +158,26 @@ def _not_taken(model: nn.Module, arguments: Arguments, error: Exception) -> Exce
 
 def _timed(
     candidates: Mapping[str, Candidate], first: Arguments, batch_sizes: Sequence[int], seconds: float, device: Any
-) -> tuple[dict[str, list[float]], dict[str, dict[int, float]]]:
-    """Returns name → seconds of calls at batch 1, and name → batch size → samples per second, if the form can."""
+) -> tuple[int, dict[str, list[float]], dict[str, dict[int, float]]]:
+    """Returns a batch size, name → seconds of calls at it, and name → batch size → samples per second, if the form can.
+
+    The batch size is 1, or the loader's if the model takes no batch of 1.
+    """
     batched = dimensions_of(first, "batch")
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
-    has_batch = bool(sizes_of(first, batched).get("batch")) and _takes(
-        candidates[EAGER].call, resized(first, batched, {"batch": 1})
-    )
-    for size in dict.fromkeys((1, *batch_sizes) if has_batch else (1,)):
-        arguments = resized(first, batched, {"batch": size}) if has_batch else first
+    own = sizes_of(first, batched).get("batch")
+    is_free = bool(own) and _takes(candidates[EAGER].call, resized(first, batched, {"batch": 1}))
+    sizes = [*dict.fromkeys((1, *batch_sizes))] if is_free else [own or 1]
+    for size in sizes:
+        arguments = resized(first, batched, {"batch": size}) if is_free else first
         able = {name: one.call for name, one in candidates.items() if _takes(one.call, arguments)}
         found = form_latency.timed(able, arguments, seconds * len(able), device)
         for name, times in found.items():
-            if size in batch_sizes:
+            if size in batch_sizes or not is_free:
                 per_second[name][size] = size / statistics.median(times)
         spent = spent or found
-    return spent, per_second
+    return sizes[0], spent, per_second
 
 
 def _takes(call: Any, arguments: Arguments) -> bool:
@@ -187,19 +189,19 @@ def _takes(call: Any, arguments: Arguments) -> bool:
     return True
 
 
-def _recommended(forms: Mapping[str, Measured], max_drop: float) -> tuple[str, str]:
+def _recommended(forms: Mapping[str, Measured], max_drop: float, size: int = 1) -> tuple[str, str]:
     exact = {name: form for name, form in forms.items() if not form.drops_more_than(max_drop)}
     faster = {name: form for name, form in exact.items() if form.speedup.low > 1}
     if not faster:
         worse = len(forms) - len(exact)
         more = f" ({worse} dropped a metric by more than {max_drop:g})" if worse else ""
-        return EAGER, f"no other form is proven to be faster at batch 1 and as exact{more}"
+        return EAGER, f"no other form is proven to be faster at batch {size} and as exact{more}"
     quickest = min(form.latency.p50 for form in faster.values())
     alike = [name for name, form in faster.items() if form.latency.p50 <= AS_FAST * quickest]
     chosen = min(alike, key=lambda name: faster[name].disk_bytes)
     form, eager = faster[chosen], forms[EAGER]
-    size = f"{format_bytes(form.disk_bytes)} on disk, the original {format_bytes(eager.disk_bytes)}"
-    said = [f"{form.speedup} the original's speed at batch 1", size]
+    disk = f"{format_bytes(form.disk_bytes)} on disk, the original {format_bytes(eager.disk_bytes)}"
+    said = [f"{form.speedup} the original's speed at batch {size}", disk]
     said += [f"{name} {score}, worse by {score.drop:.2g}" for name, score in form.scores.items()]
     if len(alike) > 1:
         said.append(f"of {', '.join(alike)}, which are as fast, the smallest")

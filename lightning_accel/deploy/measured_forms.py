@@ -19,7 +19,7 @@ class Measured:
     """The measurements of one form.
 
     Attributes:
-        latency: At batch 1.
+        latency: At batch 1, or at the batch size of the loader if the model takes no batch of 1.
         speedup: The latency's ratio to the original, as how many times as fast.
         samples_per_sec: Batch size → throughput, for the sizes that the form accepts.
         first_call_ms: Loading, and the first call.

@@ -146,6 +146,26 @@ def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None
     assert found.recommended == "eager"
 
 
+def test_a_form_that_takes_no_batch_of_one_is_left_out_with_the_reason() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([2 * row for row in x])  # tracing writes it for so many rows
+
+    served = nn.Sequential(model(), Rows())
+    found = compare_forms(served, ["torchscript"], [torch.randn(4, 32)], seconds=0.01, batch_sizes=(1,))
+    assert found.left_out == {"torchscript": "it does not take a batch of 1"}
+
+
+def test_a_model_that_takes_no_batch_of_one_is_measured_at_the_batch_size_of_the_loader() -> None:
+    class Four(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(4, 32)
+
+    found = compare_forms(nn.Sequential(Four(), model()), [], [torch.randn(4, 32)], seconds=0.01)
+    assert list(found.forms["eager"].samples_per_sec) == [4]
+    assert str(found).endswith("no other form is proven to be faster at batch 4 and as exact")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -108,9 +108,8 @@ class FitTraces:
 
     def ends(self) -> None:
         """Told when the fit has come to its end."""
-        if self._recording is not None:
-            self._finish(is_worth_keeping=bool(self._recording.steps))
-        if self._is_on and self._numbers and not self._times and self._recording is None:
+        self.interrupt()
+        if self._is_on and self._numbers and not self._times:
             self._notes.say(
                 f"no step was traced: of TraceCallback's steps ({min(self._numbers)} to {max(self._numbers)}) none was"
                 f" among those of this fit, which ended after step {self._number()}."

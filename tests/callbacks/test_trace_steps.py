@@ -201,6 +201,13 @@ def test_steps_that_a_fit_does_not_have_are_said(make_trainer: Any) -> None:
     assert "ended after step 8" in note
 
 
+def test_a_fit_that_ends_before_the_first_of_its_steps_leaves_no_trace(make_trainer: Any) -> None:
+    plugin, traces = AccelPlugin(trust="checked", report=False), TraceCallback(steps=range(5, 8))
+    fit(make_trainer, traces, plugins=[plugin], max_steps=4)
+    assert traces.files == []
+    assert any("ended after step 4" in note for note in plugin.report.notes)
+
+
 # -- other profilers, errors -----------------------------------------------------------------------------------------
 
 

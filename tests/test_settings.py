@@ -300,6 +300,13 @@ def test_nothing_is_suggested_where_nothing_is_near() -> None:
     assert nearest("zzz", ["precision", "compile"]) == ""
 
 
+def test_a_report_at_a_path_is_checked_and_kept_like_its_text() -> None:
+    with pytest.raises(ValueError, match=r"report=.run\.txt.*\.html, \.md, \.json"):
+        Plan(report=Path("run.txt"))
+    plan = Plan(report=Path("run.html"))
+    assert copy.deepcopy(plan) == Plan.from_yaml(plan.to_yaml()) == Plan(report="run.html")
+
+
 @pytest.mark.parametrize("budget", ["12 GB", "12GiB", "512 mib", "60%", 2**30])
 def test_a_budget_is_text_or_a_share(budget: Any) -> None:
     plan = Plan(memory={"budget": budget})

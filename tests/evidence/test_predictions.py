@@ -88,6 +88,15 @@ def test_recompiling_that_torch_has_given_up_is_told_too() -> None:
     assert finding.speedup == pytest.approx(1 / (1 - 0.25 * 99 / 100))
 
 
+def test_graphs_that_a_resumed_run_captures_at_its_beginning_are_no_recompiling() -> None:
+    """Its steps are counted since training began, in an earlier run."""
+    run = record({FORWARD: 100.0}, captured=6, compiling_ms=600.0)
+    (some,) = run.steps
+    first = replace(some, first=10_001, last=10_000 + STEPS)
+    rest = replace(some, first=first.last + 1, last=first.last + STEPS, captured=0, compiling_ms=0.0)
+    assert "recompiling" not in names(replace(run, steps=[first, rest]))
+
+
 def test_bfloat16_speeds_up_what_products_take_and_casts_weights() -> None:
     run = record(anatomy=anatomy(product_ms=49.5), native_bf16=True, parameters=10**7)
     casts = 12 * 10**7 / PEAKS.bytes_per_sec / 0.1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from pydantic import TypeAdapter
 
@@ -331,14 +332,23 @@ def test_a_loss_that_is_written_to_later_is_kept_as_it_was(tmp_path: Path) -> No
     assert losses == {step: step - 1 for step in range(1, 9)}
 
 
-def test_accumulating_gradients_leaves_losses_what_they_are(tmp_path: Path) -> None:
-    class One(Model):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return 0 * self.layer(batch).sum() + 8
+class Eight(Model):
+    """Each of its losses is 8."""
 
-    record = recorded(tmp_path, One(), accumulate_grad_batches=4)
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return 0 * self.layer(batch).sum() + 8
+
+
+def test_accumulating_gradients_leaves_losses_what_they_are(tmp_path: Path) -> None:
+    record = recorded(tmp_path, Eight(), accumulate_grad_batches=4)
     assert set(record.losses.values()) == {8.0}
     assert record.header.accumulate_grad_batches == 4
+
+
+def test_a_schedule_of_accumulation_leaves_losses_what_they_are(tmp_path: Path) -> None:
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
+    record = recorded(tmp_path, Eight(), callbacks=[schedule], max_epochs=3)
+    assert (len(record.losses), set(record.losses.values())) == (24, {8.0})
 
 
 def test_secrets_on_the_command_line_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,6 +271,11 @@ def test_what_an_epoch_does_not_know_or_has_no_number_for_is_left_out() -> None:
     assert "loss scale, at the end of each epoch" not in page.curves
 
 
+def test_a_resumed_run_has_its_loss_scales_at_steps_of_its_own() -> None:
+    page = page_of(record_of(steps=[steps(1001, 10.0)], epochs=[{**record_of().epochs[0], "loss_scale": 1024.0}]))
+    assert page.curves["loss scale, at the end of each epoch"] == [(1064.0, 1024.0)]
+
+
 def test_of_several_ranks_an_epoch_says_who_held_up_the_others() -> None:
     stragglers = {"slowest_rank": 1, "step_ms_p95": 12.0, "step_ms_p95_mean": 11.0, "latest_rank": None}
     (epoch,) = page_of(record_of(epochs=[{**record_of().epochs[0], "stragglers": stragglers}])).epochs

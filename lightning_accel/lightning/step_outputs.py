@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
 from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.packages import Callback, LightningModule, callbacks_of, is_lightnings, own
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.step.layers import STEPS, Call, Layer
@@ -212,33 +213,45 @@ class StepOutputs(Layer):
 
 
 class _HooksLayer(Layer):
-    """Shows the weights in the user's own layout to the user's hooks, of the module and of callbacks."""
+    """Shows the weights in the user's own layout to the user's hooks, of the module and of callbacks.
+
+    Callbacks are not edited, since one may store its attributes in checkpoints. Lightning calls their hooks within
+    actions of its profiler, whose names tell the callback and the hook.
+    """
 
     name = "outputs"
 
     def __init__(self, module: LightningModule, memory_format: MemoryFormat) -> None:
         self._memory_format = memory_format
-        super().__init__(users_hooks(module))
+        trainer: Any = module.trainer
+        callbacks = callbacks_of(trainer)
+        self._hooks = {f"[Callback]{one.state_key}.{hook}" for one in callbacks for hook in _hooks_of(one, Callback)}
+        profiler = [(trainer.profiler, ("profile",))] if self._hooks else []
+        super().__init__([(module, _hooks_of(module, LightningModule)), *profiler])
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         with self._memory_format.shown():
             return call(*args, **kwargs)
 
+    def around_profile(self, call: Call, action_name: str) -> AbstractContextManager[Any]:
+        action = call(action_name)
+        return nested(action, self._memory_format.shown()) if action_name in self._hooks else action
+
 
 _MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a module, in addition to those named on_...
 
 
-def users_hooks(module: LightningModule) -> Iterator[tuple[LightningModule | Callback, list[str]]]:
-    """Yields the module and the callbacks, each with the names of the hooks that the user has written.
+def _hooks_of(owner: LightningModule | Callback, kind: Any) -> list[str]:
+    """Returns the names of the hooks that the user has written in the module or in a callback.
 
     In these hooks the user's own code runs outside of steps. ``optimizer_step`` and similar hooks call a step.
     """
-    callbacks = callbacks_of(module.trainer)
-    for owner, base in [(module, own(module, LightningModule)), *((one, own(module, Callback)) for one in callbacks)]:
-        if not (is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel.")):
-            hooks = [name for name in dir(base) if name.startswith("on_") or name in _MORE_HOOKS]
-            yield owner, [name for name in hooks if _is_overridden(owner, base, name)]
+    if is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel."):
+        return []
+    base = own(owner, kind)
+    hooks = [name for name in dir(base) if name.startswith("on_") or name in _MORE_HOOKS]
+    return [name for name in hooks if _is_overridden(owner, base, name)]
 
 
 def _is_overridden(owner: LightningModule | Callback, base: Any, name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
@@ -44,7 +45,7 @@ def tensors(data: Any, path: str = "") -> dict[str, Tensor]:
 def saved_by(make_trainer: MakeTrainer, module: Supervised, weights_only: bool = False, **options: Any) -> Any:
     """What a checkpoint that is written in the middle of the run holds."""
     saver = Call(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint("mid.ckpt", weights_only))
-    make_trainer(callbacks=[saver], **options).fit(module, images())
+    make_trainer(callbacks=[saver, *options.pop("callbacks", ())], **options).fit(module, images())
     return torch.load("mid.ckpt", weights_only=True)
 
 
@@ -65,6 +66,21 @@ def test_values_in_the_file_are_those_of_a_plain_run(make_trainer: MakeTrainer) 
     plain = saved_by(make_trainer, new(torch.optim.SGD))
     ours = saved_by(make_trainer, new(torch.optim.SGD), plugins=[plugin()])
     torch.testing.assert_close(ours["state_dict"], plain["state_dict"], rtol=1e-4, atol=1e-5)
+
+
+class Tells(Callback):
+    """Has the names of its attributes as its state."""
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"attributes": [*vars(self)]}
+
+
+def test_a_callback_that_saves_its_attributes_saves_none_of_ours(make_trainer: MakeTrainer) -> None:
+    plain = saved_by(make_trainer, new(), callbacks=[Tells()])
+    ours = saved_by(make_trainer, new(), callbacks=[Tells()], plugins=[plugin()])
+    assert ours["callbacks"] == plain["callbacks"]
 
 
 @pytest.mark.parametrize("first", ["plain", "accelerated"])

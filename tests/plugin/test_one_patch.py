@@ -60,8 +60,14 @@ def test_each_method_of_lightnings_is_patched_once(make_trainer: MakeTrainer, tm
     make_trainer(plugins=[plugin], callbacks=callbacks, **options).fit(Supervised(cnn()), images())
     patched = {name.rpartition(".")[2] for name in looks.found}
     assert {"training_step", "backward", "optimizer_step", "batch_to_device", "increment_completed"} <= patched
-    assert {"ModelCheckpoint.on_train_batch_end", "Hooks.on_before_zero_grad"} <= looks.found.keys()
+    assert {"ModelCheckpoint.on_train_batch_end", "PassThroughProfiler.profile"} <= looks.found.keys()
     assert {name: count for name, count in looks.found.items() if count != 1} == {}
+
+
+def test_callbacks_that_the_user_wrote_are_not_patched(make_trainer: MakeTrainer) -> None:
+    plugin = AccelPlugin(techniques={"memory_format": "channels_last"}, report=False)
+    make_trainer(plugins=[plugin], callbacks=[Hooks(), looks := Looks()]).fit(Supervised(cnn()), images())
+    assert {"Hooks", "Looks"}.isdisjoint(name.partition(".")[0] for name in looks.found)
 
 
 def test_methods_of_lightnings_are_patched_in_one_file() -> None:

@@ -90,7 +90,7 @@ class Engine:
         costs = [
             (run.name, run.context.setup_s + step_s * run.traits.trial_steps * (run.name not in self.decisions))
             for run in self._active
-            if run.patches
+            if run.patches and run.record.state == "waiting"  # others answer a lack of memory, and are at work
         ]
         return {name: cost_s for name, cost_s in costs if cost_s}
 

@@ -45,7 +45,7 @@ class PlainSteps:
 
     def begin(self, *, are_charged: bool) -> None:
         """Begins a step; ``are_charged`` says whether the purse pays its extra time over a plain step."""
-        self._payments.are_charged = are_charged
+        self._payments.are_charged, self._stepped = are_charged, None
         if self._timeline.driver is self:
             self._timeline.step_began()
 

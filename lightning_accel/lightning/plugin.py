@@ -113,7 +113,9 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if may_lack_memory(trainer.strategy.root_device):
             self._run = make_run()
             self._run.guard()
-            self._reports.begin(self._run.engine.report, is_fitting=is_fitting)  # which tells of a lack of memory
+            report = self._run.engine.report  # which tells of a lack of memory
+            report.techniques["precision"] = self._reports.running.of("precision")
+            self._reports.begin(report, is_fitting=is_fitting)
         if not is_fitting:
             self._stay_plain("no fit has shown that it is faster")
             return module
@@ -150,10 +152,11 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
 
     def _stay_plain(self, reason: str) -> None:
         """Has the whole run be the user's own."""
+        put_on = [] if self._run is None else [one.name for one in self._run.memory.put_on]
         for name, record in self._reports.running.techniques.items():
             if record.state == "waiting":
                 record.change("left out", f"not tried: {reason}")
-            record.is_on &= name == "precision"
+            record.is_on &= name in ("precision", *put_on)
         self._use_lightnings_methods()
 
     @override

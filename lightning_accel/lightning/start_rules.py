@@ -69,7 +69,7 @@ def plain_report(program: Program, precision: str) -> Report:
     for name in declarations():
         if not program.plan.is_off(name):
             report.of(name).change("waiting", _WAITS)
-    if program.plan.precision != "auto":
+    if program.plan.of("precision") != "auto":
         report.of("precision").change("decided", f"{precision}: as asked", is_on=precision != "32-true")
     return report
 

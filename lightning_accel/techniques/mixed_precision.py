@@ -87,12 +87,11 @@ class Autocast:
     def __init__(self, precision: ResolvedPrecision, device: str, *, is_chosen: bool) -> None:
         self.device = device
         self._is_chosen = is_chosen
-        self._runs_in_float32 = False
         self.set_precision(precision)
 
     def set_precision(self, precision: ResolvedPrecision) -> None:
         """Sets the precision of the steps that follow."""
-        self.precision = precision
+        self.precision, self._runs_in_float32 = precision, False
         if precision != "16-mixed":
             self.scaler = None
         elif self.scaler is None or self.scaler.device != self.device:

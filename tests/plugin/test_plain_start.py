@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_accel import AccelPlugin
+from lightning_accel import AccelPlugin, PrecisionOptions
 from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
@@ -32,7 +32,7 @@ from lightning_accel.settings import Plan
 from lightning_accel.techniques.base import Traits
 from lightning_accel.techniques.technique_context import Verdict
 from support.console import heard
-from support.lightning_models import Supervised, cnn, images
+from support.lightning_models import Block, Supervised, cnn, images
 from support.live_runs import BATCH_SIZE, OTHERS_OFF, SimulatedTime, Speed, Timed, batches, fit, simulated
 
 pytestmark = pytest.mark.purse
@@ -183,6 +183,14 @@ def test_the_report_tells_what_was_paid_for() -> None:
 def test_the_time_of_a_validation_is_not_a_steps() -> None:
     with begun(2.0) as time:
         plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1)
+    assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_nor_is_that_of_one_between_two_steps_of_the_optimizer() -> None:
+    with begun(2.0) as time:
+        accumulated: dict[str, Any] = {"accumulate_grad_batches": 3, "val_check_interval": 4, "num_sanity_val_steps": 0}
+        plugin = fit(Beginner(time), 12, val=batches(1), **accumulated)
+    assert plugin.purse is not None
     assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
 
 
@@ -339,6 +347,24 @@ def test_where_nothing_was_earned_it_waits_until_the_run_can_pay(
         fit(model, 3_000, accel=AUTO)
     assert len(tried.tried_at) == 1
     assert model.seen[-100:].count("on") > 90
+
+
+def test_what_has_waited_is_tried_in_the_number_format_of_the_plan(
+    tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Notes(InTwo):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if len(tried.tried_at) > len(formats):
+                formats.append(torch.is_autocast_enabled("cpu"))
+            return super().training_step(batch, batch_idx)
+
+    formats: list[bool] = []
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=8.0))
+    monkeypatch.setattr(InTwo, "in_bfloat16", 0.8)
+    with begun(1.3) as time:
+        tried.time = time
+        fit(Notes(time), 3_000, accel=AUTO)
+    assert formats == [True]
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -583,3 +609,53 @@ class Greedy(Beginner):
 def test_a_lack_of_memory_in_a_plain_step_leaves_a_page(manual: bool, precision: str) -> None:
     with begun(2.0) as time, pytest.raises(StepMemoryError, match="ran out of memory"):
         fit(Greedy(time, manual=manual), 100, accel={"precision": precision})
+
+
+# -- where memory may run out -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _limited() -> Iterator[None]:
+    """A lack of memory is an error here, as on every GPU."""
+    from support.memory.limits import limited, resource  # which not every system has
+
+    with limited(resource.RLIMIT_DATA, 1 << 42):
+        yield
+
+
+class Tight(Beginner):
+    """Has memory for its steps, which take a second, only if its blocks are checkpointed."""
+
+    def __init__(self, time: SimulatedTime) -> None:
+        super().__init__(time)
+        self.blocks = nn.Sequential(*(Block(8, 0.0) for _ in range(3)))
+
+    def trained(self, batch: list[Tensor]) -> Tensor:
+        if "forward" not in vars(self.blocks[0]):
+            raise torch.OutOfMemoryError("simulated: Tried to allocate 2.00 GiB.")
+        self.time.advance(990)
+        return self.layer(self.blocks(batch[0])).square().mean()
+
+
+@pytest.mark.usefixtures("_limited")
+@pytest.mark.filterwarnings("ignore:out of memory:lightning_accel.AccelWarning")
+@pytest.mark.parametrize(("steps", "state"), [(100, "decided"), (20, "left out")], ids=["starts", "stays plain"])
+def test_what_was_put_on_against_a_lack_of_memory_stays(steps: int, state: str) -> None:
+    with begun(2.0) as time:
+        plugin = fit(Tight(time), steps)
+    assert plugin.report.of("speed").state == state
+    assert plugin.report.of("gradient_checkpointing").is_on
+
+
+@pytest.mark.usefixtures("_limited")
+def test_a_run_that_stays_plain_tells_of_the_number_format_that_was_asked_for() -> None:
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time), 5, accel={"precision": "bf16-mixed"})
+    record = plugin.report.of("precision")
+    assert (record.is_on, record.status) == (True, "bf16-mixed: as asked")
+
+
+def test_a_run_that_stays_plain_does_not_call_a_number_format_asked_for_that_was_left_to_us() -> None:
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time), 5, accel={"precision": PrecisionOptions(matmul="off")})
+    assert plugin.report.of("precision").status.startswith("not tried: ")

@@ -181,7 +181,6 @@ class Engine:
     def _trial(self, stage: str) -> Iterator[None]:
         with _UnderWay(self, stage), self.trial_steps.around(stage):
             yield
-        self.apply_updates()  # a trial may find that there is nothing to do, and say so
 
     @contextmanager
     def _step_within(self, contexts: Iterable[tuple[TechniqueRun, Any]], stage: str) -> Iterator[None]:

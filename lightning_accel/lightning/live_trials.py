@@ -85,7 +85,7 @@ class LiveTuning(TrainerTurns):
         if self._searches.are_running():
             return None
         if not self._has_met:
-            self._meet(batch)
+            self._recall_verdicts(batch)
         trainer = self._trainer
         self._seen += 1
         # All ranks must get here at the same batch, and a rank that reverted its edits has ended its trial early.
@@ -142,7 +142,7 @@ class LiveTuning(TrainerTurns):
         ranks = gather({(arm.name, arm.choices) for arm in arms})
         return [arm for arm in arms if all((arm.name, arm.choices) in had for had in ranks)]
 
-    def _meet(self, batch: Any) -> None:
+    def _recall_verdicts(self, batch: Any) -> None:
         """Applies an earlier run's verdicts on this exact program, before the first training step and on all ranks."""
         self._has_met, trainer = True, self._trainer
         if self._engine.decisions or not self._engine.is_trying:  # a resumed run has its own verdicts

@@ -97,7 +97,7 @@ class PlainStart:
         self.steps.batch_comes()
         self._purse.steps_a_turn = max(1, self._trainer.accumulate_grad_batches)
         if self._purse.done == 0:
-            self._meet(batch)
+            self._look_at_first_batch(batch)
         was_plain = self.steps.are_plain
         # Edits come between two steps of the optimizer, as switches do.
         begins_turn = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._purse.steps_a_turn == 0
@@ -112,7 +112,7 @@ class PlainStart:
             is_first = was_plain and not self.steps.are_plain
             self.steps.begin(are_charged=is_first or (live is not None and live.trials is None))
 
-    def _meet(self, batch: Any) -> None:
+    def _look_at_first_batch(self, batch: Any) -> None:
         """Finds out, before the first step, the length of the run and what this process knows of the program."""
         trainer = self._trainer
         is_parallel = isinstance(trainer.strategy, ParallelStrategy)

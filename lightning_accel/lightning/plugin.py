@@ -141,13 +141,13 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         report.of("precision").change("decided", f"{precision}: {reason}", is_on=precision != "32-true")
         run.start(left_out)
         if self._plain_start is not None:
-            self._meet(run.trainer.optimizers)
+            self._add_optimizers(run.trainer.optimizers)
+            self.accept(run.trainer.optimizers)
 
-    def _meet(self, optimizers: Sequence[Optimizer]) -> None:
+    def _add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._run is not None
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             self.give_up(self._run.engine.report, "LBFGS compares the gradients of one step with those of others")
-        self.accept(optimizers)
         self._run.engine.add_optimizers(optimizers)
 
     def _stay_plain(self, reason: str) -> None:
@@ -180,7 +180,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self._run is not None and self._run.is_started:
-            self._meet(optimizers)
+            self._add_optimizers(optimizers)
         return super().connect(model, optimizers, lr_schedulers)
 
     # -- a step ------------------------------------------------------------------------------------------------

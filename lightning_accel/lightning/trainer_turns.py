@@ -86,7 +86,8 @@ class TrainerTurns(Turns, ABC):
         if not self.are_taken:
             return
         if self._timeline.labels.pop(self, None) is not None:
-            # `on_train_batch_start` has skipped the step and the rest of the epoch, which the next turn may contain.
+            # The label is still here, so no step has run: `on_train_batch_start` returned -1. Neither this turn nor the
+            # next, which may span two epochs, counts.
             self._turn.is_interrupted = self._was_skipped = True
             self._turn.untimed -= 1
         if self._trainer.global_step != self._steps:

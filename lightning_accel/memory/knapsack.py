@@ -39,7 +39,9 @@ class Stage:
     by_policy: Mapping[Policy, BlockCost]
     forward_base: int  # the peak during its forward pass, without what blocks keep and without its own need
     backward_base: int | None  # likewise for its backward pass; None: it has none
-    after: int | None  # the peaks outside all blocks while exactly this call and those before it hold memory, likewise
+    # The peak outside of all blocks after this call's forward pass and before the next one's, and again when its
+    # backward pass is next, without what blocks keep. None if there was no such time.
+    after: int | None
     starts_afresh: bool = False  # nothing is held when it is called: the calls before have had their backward pass
 
     def need(self, cost: BlockCost) -> int:
@@ -249,7 +251,9 @@ class Rounds:
         self, problem: KnapsackProblem, policies: Policies, peak_bytes: int, costs: Mapping[str, BlockCosts]
     ) -> Proposal:
         """Returns what to run next, after a step with ``policies`` was metered and gave ``problem``."""
-        self.measured_bytes[frozenset(policies.items())] = peak_bytes
+        # A step before the first call of a block says nothing of steps with this block.
+        kept = {key: peak for key, peak in self.measured_bytes.items() if dict(key).keys() == policies.keys()}
+        self.measured_bytes = {**kept, frozenset(policies.items()): peak_bytes}
         target = self._budget * (1 - SLACK)
         while True:
             answer = problem.solve_by_site(round(target))

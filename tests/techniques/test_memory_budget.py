@@ -201,6 +201,23 @@ def test_blocks_that_are_left_out_at_random_do_not_make_a_plan_a_step() -> None:
     assert loop.plan is before
 
 
+def test_a_block_that_is_first_called_while_others_are_planned_is_planned_too() -> None:
+    """Stochastic depth may leave a block out of the first steps."""
+
+    class Late(Stack):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            for block in self.blocks if self.calls > 3 else self.blocks[:-1]:
+                x = block(x)
+            return x
+
+    loop = Loop(Late(blocks=4), "1GiB")
+    loop.run(SETTLED + 4)
+    assert loop.plan.policies == {f"blocks.{number}": "keep" for number in range(4)}
+
+
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
 

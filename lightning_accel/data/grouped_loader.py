@@ -194,9 +194,12 @@ def _said(dataset: Any) -> np.ndarray[Any, Any] | None:
         is_column = name in (getattr(dataset, "column_names", None) or ())
         said = dataset[name][:] if is_column else getattr(dataset, name, None)
         if isinstance(said, list | tuple | np.ndarray | torch.Tensor):
-            lengths = np.asarray(said)
-            # Something else may be called so: how many samples there are, say.
-            if lengths.shape == (len(dataset),) and lengths.dtype.kind in "iuf":
+            # Something else may be called so: how many samples there are, or lists of another length each.
+            try:
+                lengths, count = np.asarray(said), len(dataset)
+            except (TypeError, ValueError, RuntimeError):
+                continue
+            if lengths.shape == (count,) and lengths.dtype.kind in "iuf":
                 return lengths
     return None
 

@@ -72,6 +72,25 @@ def test_what_is_called_so_and_is_something_else_is_passed_over() -> None:
     assert lengths_of(texts).tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "sentences",
+    [[[3, 2], [4], [1, 1]], torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.bfloat16)],
+    ids=["ragged", "trained", "bfloat16"],
+)
+def test_what_is_called_so_and_is_no_array_is_passed_over(sentences: Any) -> None:
+    texts: Any = Texts(3)
+    texts.lengths = sentences
+    assert lengths_of(texts).tolist() == [1, 2, 3]
+
+
+def test_lengths_of_a_dataset_without_a_number_of_samples_are_not_known() -> None:
+    class Unsized:
+        lengths = (5, 2, 9)
+
+    with pytest.raises(UncountedError, match="has no len"):
+        lengths_of(Unsized())
+
+
 class Cropped(Texts):
     def __getitem__(self, index: int) -> Any:
         return {"input_ids": list(range(int(torch.randint(1, 9, ())) + random.randrange(3)))}

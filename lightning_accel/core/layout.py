@@ -222,7 +222,7 @@ def restore_layouts(
     """
     state_dict = checkpoint["state_dict"]
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter in strides and name in state_dict:
+        if parameter in strides and _belongs_to(state_dict.get(name), parameter):  # hooks may put anything there
             state_dict[name] = with_strides(state_dict[name], strides[parameter])
     for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", ()), strict=False):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -237,4 +237,5 @@ def restore_layouts(
 
 
 def _belongs_to(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+    # Other classes, as states in 8 bits, have their elements in tensors of their own.
+    return type(value) in (Tensor, type(parameter)) and value.shape == parameter.shape

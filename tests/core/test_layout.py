@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -202,19 +202,33 @@ def test_closed_it_leaves_no_hook_behind() -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_gets_the_plain_layouts_and_what_is_in_use_keeps_its_own() -> None:
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_a_checkpoint_gets_the_plain_layouts_and_what_is_in_use_keeps_its_own(keep_vars: bool) -> None:
     module = conv()
     patch = WeightLayout("conv", module, 4)
     patch.apply()
     optimizer = OPTIMIZERS["adamw"](module.parameters())
     train(module, optimizer, range(2))
-    checkpoint = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    weights = module.state_dict(keep_vars=keep_vars)
+    checkpoint = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
     restore_layouts(checkpoint, module, [optimizer], patch.strides)
     assert checkpoint["state_dict"]["weight"].is_contiguous()
     assert checkpoint["optimizer_states"][0]["state"][0]["exp_avg"].is_contiguous()
     assert torch.equal(checkpoint["state_dict"]["weight"], module.weight)
     assert is_channels_last(module.weight)
     assert is_channels_last(optimizer.state[module.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("export", [Tensor.numpy, Tensor.flatten])
+def test_what_a_hook_saves_in_place_of_a_weight_is_left_alone(export: Callable[[Tensor], Any]) -> None:
+    module = conv()
+    module.register_state_dict_post_hook(lambda _, state, *__: state.update(weight=export(state["weight"])))
+    patch = WeightLayout("conv", module, 4)
+    patch.apply()
+    saved = module.state_dict()
+    exported = saved["weight"]
+    restore_layouts({"state_dict": saved}, module, [], patch.strides)
+    assert saved["weight"] is exported
 
 
 def test_a_checkpoint_without_some_of_its_parts_is_no_error() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_accel.core.layout import OptimizerLayouts, WeightLayout
 from lightning_accel.techniques.optimizer_8bit import state_bytes
 from support.techniques.eight_bit_cases import NEAR, assert_plain, network, packed, started, train
 
@@ -142,6 +143,23 @@ def test_a_channels_last_weight_keeps_its_layout_and_a_fused_step_its_elements()
             optimizer.zero_grad()
     torch.testing.assert_close(model.weight, plain.weight, rtol=0.01, atol=1e-3)
     assert_plain(sides[0][1], sides[1][1])
+    handle.undo()
+
+
+def test_moments_stay_in_8_bits_when_their_weight_changes_its_layout() -> None:
+    """They have the shape of the weight, but no memory of their own that strides could describe."""
+    model = nn.Conv2d(64, 64, 3)
+    optimizer = AdamW(model.parameters())
+    handle = started(optimizer, model)
+    model(torch.ones(1, 64, 4, 4)).sum().backward()
+    optimizer.step()
+    strides = [moment.stride() for moment in packed(optimizer)]
+    layouts = OptimizerLayouts(model.parameters())
+    layouts.watch(optimizer)
+    WeightLayout("", model, 4).apply()
+    layouts.match()
+    assert len(strides) == 2
+    assert [moment.stride() for moment in packed(optimizer)] == strides
     handle.undo()
 
 

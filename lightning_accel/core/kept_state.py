@@ -87,7 +87,7 @@ def keep_values(
         for alike, copied in zip(kinds.values(), copies, strict=True):
             values = torch.split(copied, [tensor.numel() for _, tensor in alike]) if packed else [copied]
             for (path, tensor), value in zip(alike, values, strict=True):
-                if not torch.equal(tensor, value := value.view_as(tensor).to(tensor.device)):
+                if not _same_values(tensor, value := value.view_as(tensor).to(tensor.device)):
                     tensor.copy_(value)
                     yield path
 
@@ -147,8 +147,17 @@ def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor.clone() if device in (None, tensor.device) else tensor.to(device, copy=True)
 
 
+def _same_values(now: Tensor, before: Tensor) -> bool:
+    """Returns whether all elements are equal. Here NaN equals NaN: a buffer may hold it until it is first written."""
+    if torch.equal(now, before):
+        return True
+    return now.is_floating_point() and torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
+
+
 def _same_items(now: Any, before: Any) -> bool:
     """Returns whether two containers hold the same objects. ``==`` would compare tensors element by element."""
+    if isinstance(now, set):  # a copy of a set may have another order
+        return {*map(id, now)} == {*map(id, before)}
     if isinstance(now, dict):
         now, before = ([part for pair in items.items() for part in pair] for items in (now, before))
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

@@ -121,6 +121,30 @@ def test_a_level_brings_back_what_it_says_as_often_as_it_is_asked(
         assert set(changed) == restored - {"trained"}
 
 
+@pytest.mark.parametrize("level", [Level.SMALL, Level.FULL])
+def test_a_buffer_that_holds_no_number_has_not_changed_until_it_does(level: Level) -> None:
+    """A best value that has not been measured yet, say."""
+    model = nn.Module()
+    model.register_buffer("best", torch.tensor([float("nan"), float("inf")]))
+    snapshot = StateSnapshot(model, level)
+    assert snapshot.restore() == []
+    model.best.zero_()
+    assert snapshot.restore() == ["best"]
+    assert model.best.isnan().tolist() == [True, False]
+
+
+def test_a_set_that_has_shrunk_keeps_its_order_and_has_not_changed() -> None:
+    """A copy of it has another order."""
+    model = nn.Module()
+    model.active = set(range(1000))
+    for number in set(range(1000)) - {2, 9}:
+        model.active.discard(number)
+    order = list(model.active)
+    assert list(model.active.copy()) != order
+    assert StateSnapshot(model, Level.FULL).restore() == []
+    assert list(model.active) == order
+
+
 def test_a_gradient_is_held_only_where_its_copy_lies_beside_it() -> None:
     for copies_on, is_same in ((None, True), (CPU, False)):
         model = nn.Linear(2, 1)

@@ -85,7 +85,8 @@ _DRAWN = 65_537  # a prime, so that the repeated draws differ between the rows a
 @functools.cache
 def _draws(device: torch.device, dtype: torch.dtype) -> Tensor:
     # Drawn in float32 and rounded, so that every dtype has the gradient in the same direction.
-    return torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device, dtype)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(_DRAWN, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
 
 def _random_cotangent(output: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ class HostPool(Pool):
             # Torch rounds pinned memory up to a power of two and leaves the rest unused.
             rounded = 1 << (size - 1).bit_length() if self._pinned else size
             try:
-                return Region(torch.empty(rounded, dtype=torch.uint8, pin_memory=self._pinned), self)
+                memory = torch.empty(rounded, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+                return Region(memory, self)
             except RuntimeError as error:
                 self._failure = str(error).partition("\n")[0]
         kind = "pinned host memory" if self._pinned else "host memory"

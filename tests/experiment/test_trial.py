@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_accel.core import clocks
 from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.states import VerdictKind
+from lightning_accel.experiment import passes
 from lightning_accel.experiment.trial import Trial
 from lightning_accel.experiment.trial_runs import TrialSide
 from support.trial_cases import Call, X, block, compare
@@ -94,6 +95,14 @@ def test_a_bad_candidate_is_refused_with_the_reason(make: Callable[[nn.Module], 
     module = block().eval()
     found = compare(module, make(module), X.clone().requires_grad_())
     assert re.search(reason, found.failure)
+
+
+def test_a_trial_computes_where_the_input_is_whatever_the_default_device() -> None:
+    module = block().eval()
+    passes._draws.cache_clear()  # of earlier trials
+    with torch.device("meta"):
+        found = compare(module, module.forward, X.clone().requires_grad_())
+    assert found.failure == ""
 
 
 class Speaking(nn.Module):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from lightning_accel.memory.buffers import HostPool, OffloadingError, Pool, Region, SpillFile
 from support.memory.limits import limited, resource
@@ -73,6 +74,11 @@ def test_the_bytes_handed_out_are_counted(pool: Pool) -> None:
     for region in regions:
         pool.give(region)
     assert pool.live_bytes == 0
+
+
+def test_regions_are_on_the_host_whatever_the_default_device(pool: Pool) -> None:
+    with torch.device("meta"):
+        assert pool.take(KIB).bytes.device.type == "cpu"
 
 
 def test_few_segments_serve_many_tensors() -> None:

@@ -22,7 +22,7 @@ def has_ranks() -> bool:
 
 def gather(value: T) -> list[T]:
     """Returns every rank's value, in order of ranks. A collective call; ``[value]`` in a single process."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_ranks():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -33,7 +33,7 @@ def rank_zero_info(line: str) -> None:
     """Logs a line once for all ranks, with Lightning's logger of rank 0, also in runs without Lightning."""
     rank = getattr(rank_zero.rank_zero_only, "rank", None)  # set when Lightning is imported
     if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = dist.get_rank() if has_ranks() else 0
     if rank == 0:
         rank_zero.log.info(line)
 

@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 from lightning_accel.core.host import Host
 from lightning_accel.core.options import Options
 from lightning_accel.core.patch import Patch
+from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.data import Position, Preprocess, Transform
 from lightning_accel.data.transform_config import read_transforms
@@ -68,7 +69,7 @@ class Preprocessing(Technique):
             self._transforms,
             device=self._context.device,
             dtype=self._context.dtype,
-            rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+            rank=dist.get_rank() if has_ranks() else 0,
         )
         self.run.status = self._preprocess.describe()
         if self._preprocess.complaint:

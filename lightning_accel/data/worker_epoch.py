@@ -157,7 +157,10 @@ def _not_counting_cores() -> Iterator[None]:
 
 
 def _remembered(indices: Iterator[Any], under_way: deque[Any]) -> Generator[Any, None, None]:
-    """The indices of batches, each put to those whose batches have not come."""
+    """Yields the indices of each batch, and appends them to ``under_way``.
+
+    The caller removes them when the batch has arrived.
+    """
     for index in indices:
         under_way.append(index)
         yield index

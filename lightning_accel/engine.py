@@ -310,10 +310,14 @@ class Engine:
                 run.revert(reason, kind)
 
     def undo(self) -> None:
-        """Undoes every edit: the model is again the one that was passed in. The report stays."""
-        for run in reversed(self._runs):
-            run.close()
-        self._refresh()
+        """Undoes every edit: the model is again the one that was passed in. The report stays.
+
+        If a technique raises, the error comes out once all the others are undone.
+        """
+        with ExitStack() as stack:  # whose last callback is called first
+            stack.callback(self._refresh)
+            for run in self._runs:
+                stack.callback(run.close)
 
     def degrade(self, message: str) -> None:
         """Says that something asked for is not done: a warning, or an error when the plan is strict."""

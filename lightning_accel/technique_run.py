@@ -80,7 +80,8 @@ class TechniqueRun:
         if not one.edits_optimizers:
             self.warn_if_missing()
         waits_for = "the first step" if self.patches else "optimizers" if one.edits_optimizers else ""
-        status = self.context.status or (f"waiting for {waits_for}" if waits_for else "no site in this model")
+        nothing_there = self.record.outcome() if self.record.refusals else "no site in this model"
+        status = self.context.status or (f"waiting for {waits_for}" if waits_for else nothing_there)
         self.record.change("waiting" if waits_for or is_on else "decided", status, is_on=is_on)
         self.take_notes()
 

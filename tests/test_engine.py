@@ -453,6 +453,25 @@ def test_undone_inside_a_step_it_stays_undone() -> None:
     assert inplace(net) == [False, False]
 
 
+def test_an_edit_whose_undoing_raises_does_not_keep_others_in_place() -> None:
+    class Stuck(AttributePatch):
+        def _undo(self) -> None:
+            raise RuntimeError("stuck")
+
+    class Sticking(Fake):
+        name: ClassVar[str] = "sticking"
+
+        def sites(self, model: nn.Module, host: Host) -> Iterable[Patch]:
+            yield Stuck("0", "note", model.get_submodule("0"), "note", "stuck")
+
+    handle = engine(net := model(), Fake(), Sticking())
+    with handle.step():
+        pass
+    with pytest.raises(RuntimeError, match="stuck"):
+        handle.undo()
+    assert inplace(net) == [False, False]
+
+
 # -- accelerate ----------------------------------------------------------------------------------------------------
 
 

@@ -11,11 +11,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from lightning_accel.core.clocks import Stopwatch
-from lightning_accel.core.patch import MethodPatch
+from lightning_accel.core.patch import MethodPatch, SwitchPatch, applied
 from lightning_accel.core.torch_private import modules
 from lightning_accel.core.torch_private.compilation import compile_with_inductor, compiled_call, set_compiled_call
 
@@ -24,6 +25,19 @@ _FORWARD_PATCH = "lightning_accel_compiled_forward"
 
 RUNS_EAGERLY = "runs_eagerly"
 """Set on a callable that replaces a compiled call but compiles nothing, such as one that names modules in traces."""
+
+# One for all: by it a patch knows those of the same switch.
+_recompile_limit = functools.partial(getattr, torch.compiler.config, "recompile_limit")
+
+
+def compiled_anew(times: int) -> AbstractContextManager[None]:
+    """Lets the code of a function be compiled so many times at least. Such contexts may end in any order.
+
+    Torch's own ``config.patch`` restores what it has found even if that came from a context that is over by now; since
+    torch 2.13, where each thread has its own settings, it raises on another thread.
+    """
+    write = functools.partial(setattr, torch.compiler.config, "recompile_limit")
+    return applied(SwitchPatch(_recompile_limit, write, max(_recompile_limit(), times)))
 
 
 def is_compiled(module: nn.Module) -> bool:

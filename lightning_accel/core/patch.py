@@ -6,7 +6,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from typing_extensions import override
@@ -93,7 +93,12 @@ class AttributePatch(Patch):
 
 
 class SwitchPatch(Patch):
-    """Sets a process-wide switch. If somebody has set it again in the meantime, their value stays."""
+    """Sets a process-wide switch. If somebody has set it again in the meantime, their value stays.
+
+    Patches with the same ``read`` may be undone in any order: the last restores what was there before the first.
+    """
+
+    _in_force: ClassVar[list[SwitchPatch]] = []  # in the order in which they were applied
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
         super().__init__("", "switched")
@@ -102,12 +107,19 @@ class SwitchPatch(Patch):
 
     @override
     def _apply(self) -> None:
+        self._in_force.append(self)
         self._before = self._read()
         self._write(self._value)
 
     @override
     def _undo(self) -> None:
-        if self._read() == self._value:
+        later = self._in_force[self._in_force.index(self) + 1 :]
+        self._in_force.remove(self)
+        # One that has found our value is to restore what we have found.
+        heirs = [one for one in later if one._read == self._read and one._before == self._value]
+        if heirs:
+            heirs[0]._before = self._before
+        elif self._read() == self._value:
             self._write(self._before)
 
 

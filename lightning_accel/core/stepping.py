@@ -126,6 +126,9 @@ def why_never(kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None
             return f"its {name} is a tensor"
     if impl == "foreach" and kind is SGD and group["nesterov"]:
         return "torch's foreach step with nesterov changes .grad, too"
+    # By ids: to hash a tensor is a call in Python, at every step.
+    if len(set(map(id, group["params"]))) < len(group["params"]):
+        return "it has a parameter twice, whose two steps would be counted before either is taken"
     return own_choice(group)
 
 

@@ -100,7 +100,8 @@ class Errors:
             return
         witness, exact = self._witness
         for parameter, moments in zip(parameters, floats, strict=True):
-            if parameter is witness and parameter.grad is not None:
+            # Without moments the user has cleared the state, and nothing is left to compare.
+            if parameter is witness and parameter.grad is not None and moments:
                 by_floats, by_bits = (_update(m, parameter.grad, group) for m in (exact, moments))
                 self._update = _relative(by_bits - by_floats, by_floats)
 

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.compiler.config
 from torch import nn
 from typing_extensions import override
 
 from lightning_accel.core.blocks import find_blocks
 from lightning_accel.core.clocks import Stopwatch
-from lightning_accel.core.compiled import CompiledKind, is_compiled, is_gathered_by_hooks
+from lightning_accel.core.compiled import CompiledKind, compiled_anew, is_compiled, is_gathered_by_hooks
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
 from lightning_accel.techniques import kernel_cache
@@ -130,8 +129,7 @@ class Compilation(Technique):
                 yield patch
         # After a graph break the compiler begins anew in the block's own code, which blocks of a class share, and with
         # it one allowance of compiled versions. Past it torch runs a block eagerly and only logs it.
-        limit = max(torch.compiler.config.recompile_limit, 8 + 4 * len(blocks))
-        self.run.at_end.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+        self.run.at_end.enter_context(compiled_anew(8 + 4 * len(blocks)))
         if self.patches:
             self._why_not_kept = self.run.at_end.enter_context(kernel_cache.kept())
 

@@ -179,9 +179,11 @@ class LayoutRescue(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {**(kwargs or {})}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if func is torch.as_strided and not args:  # the only one that takes its tensor by name: input=, x= or a=
+            args = tuple(kwargs.pop(name) for name, value in [*kwargs.items()] if isinstance(value, Tensor))
         if func not in (*_VIEWS, *_STRIDED, *_QUESTIONS, *_MEMORY) or not _is_laid_out(args[0]):
             return self._draws.call(func, args, kwargs)
         if func in _VIEWS:

@@ -38,7 +38,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     """Why the states of an optimizer are left alone; None where some of them can be kept in 8 bits."""
     name = type(optimizer).__name__
     if "__getstate__" in vars(optimizer):
-        return "already in 8 bits"
+        return "another run has edited it: undo that one first"
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Adam.step):
         return f"{name} does not step as torch's Adam and AdamW do, whose moments are known"
     for group in optimizer.param_groups:
@@ -81,6 +81,13 @@ class EightBitStates(StandInSteps):
         self._pack(self._optimizer)
 
     @override
+    @torch.inference_mode(False)
+    def _undo(self) -> None:
+        super()._undo()
+        # Also of parameters whose group the user has taken out, to add it again perhaps.
+        self._give_back([{"params": [*self._optimizer.state]}])
+
+    @override
     @torch.no_grad()
     def _groups(self, optimizer: Optimizer) -> list[Group]:
         """Steps the large parameters, and leaves the others to torch."""
@@ -103,15 +110,15 @@ class EightBitStates(StandInSteps):
         return others
 
     def _step_together(self, parameters: list[Tensor], group: Group) -> None:
-        held = [self._optimizer.state[parameter] for parameter in parameters]
-        states = {p: {**state, **_floats_of(state, p)} for p, state in zip(parameters, held, strict=True)}
-        self._errors.before(self._optimizer, parameters, [_moments_of(state) for state in states.values()], group)
+        held = {parameter: self._optimizer.state[parameter] for parameter in parameters}  # which may have one twice
+        states = {parameter: {**state, **_floats_of(state, parameter)} for parameter, state in held.items()}
+        self._errors.before(self._optimizer, [*held], [_moments_of(state) for state in states.values()], group)
         stand_in = object.__new__(self._kind)
         vars(stand_in).update(vars(self._optimizer), param_groups=[{**group, "params": parameters}], state=states)
         step_of(self._kind)(stand_in)
-        for state, (parameter, values) in zip(held, states.items(), strict=True):
-            _pack_state(state, values, parameter)
-        self._errors.after(parameters, held, [_moments_of(state) for state in states.values()])
+        for parameter, values in states.items():
+            _pack_state(held[parameter], values, parameter)
+        self._errors.after([*held], [*held.values()], [_moments_of(state) for state in states.values()])
 
     @torch.no_grad()
     def _pack(self, optimizer: Optimizer) -> None:

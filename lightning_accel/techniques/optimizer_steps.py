@@ -43,6 +43,8 @@ def step_together(
     impls: dict[StepImpl, None] = {}
     refusals = []
     for index, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            continue
         found = _ways(kind, group, setting)
         possible = [impl for impl in found if stepping.why_never(kind, group, impl) is None]
         impls |= dict.fromkeys(possible)

@@ -27,11 +27,11 @@ from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Forecast, Verdict
 
-_IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
+_IDS, _MASK, _LABELS, _POSITIONS = "input_ids", "attention_mask", "labels", "position_ids"
 IGNORED = -100
 """The label that losses pass over: of torch's cross entropy by default, and so of transformers'."""
 
-_FILLED = {_MASK: 0, "token_type_ids": 0, "position_ids": 0, _LABELS: IGNORED}
+_FILLED = {_MASK: 0, "token_type_ids": 0, _POSITIONS: 0, _LABELS: IGNORED}
 _MOST = {"cuda": 64, "rocm": 64}  # NVIDIA, Matrix multiplication background: 128 bytes, whatever the card
 _MOST_ELSEWHERE = 16
 _WASTE = 8  # "auto" makes a batch longer by at most an eighth
@@ -97,7 +97,9 @@ def why_not_padded(batch: Any) -> str:
         return "its labels are no classes, so that none of them is ignored"
     known = {_IDS, *_FILLED}
     for name, part in batch.items():
-        if name not in known and isinstance(part, Tensor) and part.dim() > 1 and shape[1] in part.shape[1:]:
+        if not isinstance(part, Tensor) or (name in known and part.shape == shape):
+            continue
+        if shape[1] in (part.shape if name == _POSITIONS else part.shape[1:]):  # one row may serve the whole batch
             return f"its {name!r} of shape {tuple(part.shape)} is as long, and how that is padded is not known"
     return ""
 

@@ -40,6 +40,8 @@ def step_syncfree(site: str, optimizer: Optimizer) -> Patch:
 
 def why_not(kind: type[Optimizer], group: Group) -> str:
     """Why a group of parameters is stepped as its user has it; empty: it can be stepped by torch_xla."""
+    if not group["params"]:
+        return "it has no parameters"
     if (chosen := own_choice(group)) is not None:
         return chosen
     if kind is SGD and not group["momentum"]:

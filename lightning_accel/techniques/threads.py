@@ -65,12 +65,14 @@ class Threads(Technique):
 
     @override
     def sites(self, model: nn.Module, host: Host) -> Iterator[Site]:
-        change = in_words(self._counts[0]) if self._counts else ""
-        if self._counts and self.run.live is not None:
+        if not self._counts:
+            yield Site("", why_not="torch uses one thread already: there are no fewer to try")
+            return
+        change = in_words(self._counts[0])
+        if self.run.live is not None:
             change = f"{', '.join(map(str, self._counts))} on trial"
             self.run.status = f"all {torch.get_num_threads()} threads, until live trials find fewer to be faster"
-        if self._counts:
-            yield Site("", [_variant(count) for count in self._counts], change)
+        yield Site("", [_variant(count) for count in self._counts], change)
 
     @override
     def on(self, event: Event) -> None:

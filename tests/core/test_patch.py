@@ -7,13 +7,14 @@ import inspect
 import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch, PatchSet
+from lightning_accel.core.patch import AttributePatch, MethodPatch, Patch, PatchSet, SwitchPatch
 
 
 class Doubler(nn.Module):
@@ -163,6 +164,19 @@ def test_patches_of_one_method_stack_and_unstack() -> None:
     assert module(1) == 3
     first.undo()
     assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("values", [(2, 3), (2, 2)], ids=str)
+def test_a_switch_is_back_at_the_users_value_after_the_last_of_two_patches(values: tuple[int, int]) -> None:
+    module = Doubler(1)
+    read = partial(getattr, module, "factor")
+    first, second = (SwitchPatch(read, partial(setattr, module, "factor"), value) for value in values)
+    first.apply()
+    second.apply()
+    first.undo()
+    assert read() == values[1]
+    second.undo()
+    assert read() == 1
 
 
 class Failing(Patch):

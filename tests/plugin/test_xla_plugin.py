@@ -41,6 +41,7 @@ PARAMETERS = [nn.Parameter(torch.zeros(2))]
     [
         (torch.optim.AdamW(PARAMETERS), "a parameter is on cpu"),
         (torch.optim.AdamW(PARAMETERS, foreach=True), "foreach=True was chosen for it"),
+        (torch.optim.AdamW([{"params": []}, {"params": PARAMETERS}]), "it has no parameters"),
         (torch.optim.AdamW(PARAMETERS, lr=torch.tensor(0.1), capturable=False), "its lr is a tensor"),
         (torch.optim.SGD(PARAMETERS, lr=0.1), "without momentum there is no state"),
         (torch.optim.RMSprop(PARAMETERS), "torch_xla has no step of RMSprop"),

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -162,6 +163,23 @@ def test_undone_blocks_run_eagerly_and_are_what_they_were(monkeypatch: pytest.Mo
     assert {name: {**dict(vars(m)), "_compiled_call_impl": None} for name, m in model.named_modules()} == {
         name: {**attributes, "_compiled_call_impl": None} for name, attributes in before.items()
     }
+
+
+def test_after_two_runs_the_limit_of_recompilations_is_the_users_whichever_ends_first() -> None:
+    with torch._dynamo.config.patch(recompile_limit=9):
+        first, second = compiling(TinyTransformer()), compiling(TinyTransformer())
+        first.undo()
+        assert torch._dynamo.config.recompile_limit > 9
+        second.undo()
+        assert torch._dynamo.config.recompile_limit == 9
+
+
+def test_a_run_may_be_undone_on_another_thread() -> None:
+    """Where torch has other settings, since 2.13."""
+    with torch._dynamo.config.patch(recompile_limit=9), ThreadPoolExecutor(1) as pool:
+        handle = compiling(TinyTransformer())
+        pool.submit(handle.undo).result()
+    assert not any("could not close" in note for note in handle.report.notes)
 
 
 def test_with_checkpointing_and_the_rest_it_still_trains_as_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,14 +42,17 @@ class Asking(nn.Module):
 
 
 class Striding(nn.Module):
-    """Reads an image by strides of its own."""
+    """Reads an image by strides of its own; torch's function takes the image by name, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_name: bool = False) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
+        self.by_name = by_name
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
+        if self.by_name:
+            return torch.as_strided(input=x, size=x.shape, stride=x.contiguous().stride())
         return x.as_strided(x.shape, x.contiguous().stride())
 
 
@@ -96,8 +99,9 @@ def test_a_slower_layout_is_not_taken_and_every_step_is_the_plain_one(
         (lambda: Asking(raises=False), "calls .is_contiguous() on a tensor that channels_last lays out otherwise"),
         (lambda: Asking(raises=True), "calls .is_contiguous() on a tensor that channels_last lays out otherwise"),
         (Striding, "calls .as_strided() on a tensor that channels_last lays out otherwise"),
+        (lambda: Striding(by_name=True), "calls .as_strided() on a tensor that channels_last lays out otherwise"),
     ],
-    ids=["asks", "asks and raises", "reads by strides"],
+    ids=["asks", "asks and raises", "reads by strides", "reads by strides and names"],
 )
 def test_code_that_looks_at_layouts_computes_as_ever_and_gets_its_own_back(
     make: Callable[[], nn.Module], reason: str

@@ -245,6 +245,18 @@ def test_undone_in_mid_run_the_user_goes_on_with_floats() -> None:
     assert train(model, optimizer) == train(twin, plain)
 
 
+def test_a_group_that_was_taken_out_in_mid_run_comes_back_with_floats() -> None:
+    model = network()
+    optimizer = AdamW([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+    handle = started(optimizer, model)
+    train(model, optimizer, 2)
+    frozen = optimizer.param_groups.pop(0)
+    handle.undo()
+    optimizer.add_param_group(frozen)
+    assert packed(optimizer) == []
+    train(model, optimizer, 1)
+
+
 def test_without_the_run_the_optimizers_hooks_are_the_users() -> None:
     model = network()
     optimizer = AdamW(model.parameters())

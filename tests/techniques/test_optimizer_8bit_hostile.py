@@ -119,6 +119,30 @@ def test_floats_that_somebody_puts_into_a_state_are_taken_up() -> None:
     handle.undo()
 
 
+def test_a_state_that_the_user_clears_after_a_measured_step_begins_anew() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    handle = started(optimizer, model)
+    train(model, optimizer, 10)
+    optimizer.state.clear()
+    train(model, optimizer, 1)
+    assert len(packed(optimizer)) == 4
+    handle.undo()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_a_group_has_twice_is_stepped_twice() -> None:
+    results = []
+    for mode in ("on", "off"):
+        model = network()
+        optimizer = AdamW([model[0].weight, *model.parameters()], lr=0.01)
+        handle = started(optimizer, model, optimizer_8bit=mode)
+        results.append(train(model, optimizer))
+        assert len(packed(optimizer)) == (4 if mode == "on" else 0)
+        handle.undo()
+    assert results[0] == pytest.approx(results[1], rel=NEAR)
+
+
 def test_accumulated_gradients_and_clipping_are_the_users() -> None:
     results = []
     for mode in ("on", "off"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 from lightning_accel import AccelWarning, Plan, accelerate
 from lightning_accel.core.stepping import kind_of
@@ -160,7 +161,7 @@ def test_one_addition_a_parameter_is_not_tried() -> None:
 def test_large_parameters_are_not_stepped_by_foreach_on_a_cpu_unless_asked() -> None:
     assert ways(AdamW(weights(SMALL + 1))) == ["fused"]
     assert ways(AdamW(weights(SMALL + 1)), "foreach") == ["foreach"]
-    assert "65,537 elements on average" in reasons(torch.optim.RMSprop(weights(SMALL + 1)))["it"]
+    assert "65,537 elements on average" in reasons(RMSprop(weights(SMALL + 1)))["it"]
 
 
 def test_foreach_with_nesterov_would_change_gradients() -> None:
@@ -171,6 +172,29 @@ def test_foreach_with_nesterov_would_change_gradients() -> None:
     parameters[0].grad = torch.ones(3)
     theirs.step()
     assert not torch.equal(parameters[0].grad, torch.ones(3))  # the reason, in torch
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("way", ["fused", "foreach"])
+def test_a_group_that_has_a_parameter_twice_is_stepped_as_by_the_user(way: str) -> None:
+    """``[*encoder.parameters(), *decoder.parameters()]``, where their weights are tied: torch only warns."""
+
+    def make(parameters: Iterable[Any]) -> AdamW:
+        tied, *others = parameters
+        return AdamW([{"params": [tied, tied]}, {"params": others}], lr=0.1)
+
+    plain, loop = plain_and(way, make)
+    for each in (plain, loop):
+        each.run(range(3))
+    assert_same_training(loop, plain)
+    assert loop.refused()["optimizer 0, group 0"].startswith("it has a parameter twice")
+
+
+def test_a_group_without_parameters_is_stepped_like_the_others() -> None:
+    plain, loop = plain_and("auto", lambda parameters: RMSprop([{"params": []}, {"params": parameters}]))
+    for each in (plain, loop):
+        each.run(range(2))
+    assert_same_training(loop, plain)
 
 
 def test_asked_for_and_impossible_is_a_warning_with_the_reason() -> None:

@@ -167,6 +167,9 @@ REFUSED = {
     "a mask of pairs": ({**batch_of(5), "attention_mask": torch.ones(2, 1, 5, 5)}, "without an attention_mask"),
     "no classes": ({**batch_of(5), "labels": torch.ones(2, 5)}, "no classes"),
     "what is not known": ({**batch_of(5), "spans": torch.ones(2, 5)}, "'spans' of shape (2, 5)"),
+    "positions of one row": ({**batch_of(5), "position_ids": torch.arange(5)[None]}, "'position_ids' of shape (1, 5)"),
+    "positions without rows": ({**batch_of(5), "position_ids": torch.arange(5)}, "'position_ids' of shape (5,)"),
+    "shares of classes": ({**batch_of(5), "labels": torch.ones(2, 5, 3)}, "'labels' of shape (2, 5, 3)"),
     "what is known": (batch_of(5), ""),
     "a mapping of another kind": (UserDict(batch_of(5)), ""),
 }

@@ -73,6 +73,7 @@ def test_with_one_thread_there_is_nothing_to_try() -> None:
     torch.set_num_threads(1)
     handle = accelerate(nn.Linear(2, 2), Plan().replace(**OTHERS_OFF | {"threads": "auto"}, trust="checked"))
     assert handle.engine.arms() == []
+    assert "there are no fewer to try" in handle.report.of("threads").status
     handle.undo()
 
 

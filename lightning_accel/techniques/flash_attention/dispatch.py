@@ -64,7 +64,9 @@ class Dispatch(PausedPatch):
         super().__init__(attention.site, f"{attention.what} → fused", attention.module, self)
         self.attention = attention
         self.choices: dict[str, str] = {}  # class of shapes → the name of a backend, or "original"
-        self.tried: dict[str, str] = {}  # in this step, whose backward pass may recompute its forward: in force later
+        # Found in this step; in force from the next one, since this step's backward pass may recompute its forward and
+        # must find the original.
+        self.tried: dict[str, str] = {}
         self.is_open = False  # whether calls may go elsewhere than to the original yet
         self.is_refused = False  # whether none ever may
         self.is_paused = False  # whether none may in this step

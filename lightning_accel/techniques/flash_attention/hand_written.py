@@ -22,14 +22,15 @@ from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.compilation import dynamo_is_off, outside_of_ddp
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes, without_function_modes
-from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
 from lightning_accel.techniques.flash_attention.call import AttentionFinding
 from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forward
 
-_MISSES = 3  # by so many modules that differ, a capture is full: whoever comes next looks through all of it, every call
+# After so many modules needed a graph of their own, later ones get a new Capture: Dynamo tries all graphs of one at
+# every call.
+_MISSES = 3
 
 _MAX_GRAPHS = 24  # of a capture: modes and kinds of shapes need a few, a counter in a forward one for every call
 
@@ -54,21 +55,23 @@ class Capture:
         """Computes the module's forward pass by a graph, or as it was written."""
         if dynamo_is_off():  # it would run what it captured as it was written: better under all modes then
             return self._forward(module, *args, **kwargs)
-        self._backend, self._modes = backend, ()
         if not has_modes():
-            return self._run(module, args, kwargs)
+            return self._run(backend, (), module, args, kwargs)
         # Under modes Dynamo gives a function up, or captures it anew: they are put around the graph itself.
         with without_function_modes() as function_modes, without_dispatch_modes() as dispatch_modes:
             # What runs between two graphs would not be seen by them.
             if not (self.has_breaks or any(mode.is_infra_mode() for mode in dispatch_modes)):
-                self._modes = [*dispatch_modes[::-1], *function_modes]
-                return self._run(module, args, kwargs)
+                return self._run(backend, [*dispatch_modes[::-1], *function_modes], module, args, kwargs)
         return self._forward(module, *args, **kwargs)
 
-    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._runs = 0
-        with outside_of_ddp():
-            result = self._captured(module, *args, **kwargs)
+    def _run(self, by: Backend | Rehearsal, modes: Sequence[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        before = self._backend, self._modes
+        self._backend, self._modes, self._runs = by, modes, 0
+        try:
+            with outside_of_ddp():
+                result = self._captured(module, *args, **kwargs)
+        finally:  # torch keeps a capture until the process ends, and a backend holds the model
+            self._backend, self._modes = before
         self.has_breaks = self.has_breaks or self._runs != 1
         return result
 
@@ -105,17 +108,19 @@ class HandWrittenSite(AttentionSite):
     """A module whose ``forward`` spells attention out; ``shared`` are the captures of the model's other sites."""
 
     what = "hand-written attention"
+    # Dynamo would capture hooks, or their absence, at one layer, and does not look for them at the next.
+    ignored = ()
 
     def __init__(self, site: str, module: nn.Module, shared: dict[Forward, Capture] | None = None) -> None:
         super().__init__(site, module)
         self.capture: Capture | None = None
         self._shared = {} if shared is None else shared
-        self._parts = list(module.modules())[1:]
-        self._num_hooks = 0
-        self._is_watched = False
 
     @override
     def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._missed = self.watched()
+        if self._missed is not None:
+            return original(self.module, *args, **kwargs)
         if not (isinstance(by, Rehearsal) and torch.is_grad_enabled() and saved_tensors_hooks() is not None):
             return self._run_captured(by, original, args, kwargs)
         # Somebody (gradient checkpointing) may run this call again, and what is recomputed must be computed by the
@@ -127,16 +132,8 @@ class HandWrittenSite(AttentionSite):
     def _run_captured(
         self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        global_hooks = hooks_on_all_modules()
-        num_hooks = len(global_hooks) + sum(len(hooks) for part in self._parts for hooks in hooks_of(part))
-        # Who hooks all modules is to see those that the user wrote, and no graph of theirs; torch's own count only.
-        self._is_watched = any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in global_hooks)
-        # A hook that came later, on a softmax to see its weights say, is not in what was captured, and not guarded on.
-        if self._is_watched or (self.capture is not None and num_hooks != self._num_hooks):
-            return original(self.module, *args, **kwargs)
         if self.capture is not None:
             return self.capture.call(by, self.module, args, kwargs)
-        self._num_hooks = num_hooks
         capture = self._shared.get(original)
         if capture is None or capture.misses >= _MISSES:
             capture = self._shared[original] = Capture(original)
@@ -148,10 +145,8 @@ class HandWrittenSite(AttentionSite):
 
     @override
     def nothing_found(self) -> str | None:
-        if self._is_watched:
-            return "hooks on all modules are to see its parts called"
-        if self.capture is None or any(finding.form is not None for finding in self.capture.findings):
-            return None
+        if self._missed or self.capture is None or any(finding.form is not None for finding in self.capture.findings):
+            return self._missed
         reasons = "; ".join(dict.fromkeys(finding.reason for finding in self.capture.findings))
         return reasons or "no attention in what TorchDynamo could capture of its forward"
 

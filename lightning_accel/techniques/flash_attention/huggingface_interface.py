@@ -146,6 +146,12 @@ def eager_function(kind: type[nn.Module]) -> EagerAttention | None:
     return _eager_functions[kind]
 
 
+def called_by_eager_attention(module: nn.Module) -> list[nn.Module]:
+    """Those of a module's parts that its eager function calls: a dropout, say. Its forward calls the others anyway."""
+    eager = eager_function(type(module))
+    return [part for name, child in module.named_children() if _names(eager, name) for part in child.modules()]
+
+
 def _names(function: Any, name: str) -> bool:
     return name in getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
 

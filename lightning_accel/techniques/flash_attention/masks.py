@@ -25,7 +25,8 @@ from lightning_accel.techniques.flash_attention.call import AttentionCall, Band,
 Attend = Callable[[AttentionCall], Tensor]
 
 HIDES_BELOW = -9e3  # a score that low has no weight beside scores of any model that trains
-_SWALLOWS = -60  # units in its last place: a number so low, added to scores, leaves nothing of them
+# Times eps, a mask's highest value: from here on its last digit is 60 or more, and scores added to it are rounded away.
+_SWALLOWS = -60
 CAUSAL: Band = (None, 0)
 _REMEMBERED = 64  # masks; one that is made anew for every batch must not pile up
 
@@ -137,7 +138,7 @@ def attend_edited(
     if may_wait and mask.is_cuda and not is_traced(mask):
         may_read = not torch.cuda.is_current_stream_capturing()
     if not may_read:
-        return _with_rows_replaced(call, mask, edits, attend, math.nan if not zero_rows else 0.0)
+        return _with_rows_replaced(call, mask, edits, attend, zero_rows)
     sources = (part for edit in edits for part in (edit.kind, edit.by, edit.fill))
     found = _memory.recall((call.query.shape[:3], *sources), lambda: _rows_without_keys(call, mask))
     if found is None:
@@ -237,24 +238,33 @@ def _by_hand(call: AttentionCall, edits: Sequence[Edit], zero_rows: bool) -> Ten
 
 
 def _with_rows_replaced(
-    call: AttentionCall, mask: Tensor, edits: Sequence[Edit], attend: Attend, empty: float
+    call: AttentionCall, mask: Tensor, edits: Sequence[Edit], attend: Attend, zero_rows: bool
 ) -> Tensor:
     """Where nothing can depend on what is in the mask: the rows' values are put right, whether there are any or not.
 
     Gradients that would reach queries and keys from such rows, which nobody should look at, are left out.
     """
-    rows = _hidden_rows(mask)
+    kept = [edit for edit in edits if edit.kind == "keep"]
+    # What masked scores are multiplied by: numbers that were added before count as they were then.
+    scale = abs(scale_of(list(itertools.dropwhile(lambda edit: edit.kind == "multiply", edits))))
     if mask.dtype == torch.bool:
-        absent, last = torch.zeros_like(rows), torch.ones_like(rows)
-        for edit in reversed([edit for edit in edits if edit.kind == "keep"]):
-            # The last fill of a row that hides everything is what counts.
-            hidden = ~edit.by.any(dim=-1, keepdim=True)
-            absent = absent | (last & hidden & (edit.fill == -math.inf))
-            last = last & ~hidden
+        rows = _hidden_rows(mask)
+        if scale > 1 or len({(edit.fill, edit.is_added) for edit in kept}) > 1:
+            # Keys that are given the highest of several numbers share the weight, unless it overflows.
+            scores = _edited(call.query.new_zeros(()), edits)
+            highest = scores.amax(dim=-1, keepdim=True)
+            mask, absent = scores == highest, highest == -math.inf
+            del scores  # several times as large as the mask
+        else:
+            mask, absent = _open(mask, rows), rows & (kept[0].fill == -math.inf)
     else:
+        eps = torch.finfo(mask.dtype).eps
+        if any(edit.fill * eps > _SWALLOWS * max(scale, 1) for edit in kept if not edit.is_added):
+            # A row may hold such numbers in the place of scores, beside scores that still count: no kernel has that.
+            return _by_hand(call, edits, zero_rows)
         highest = mask.detach().amax(dim=-1, keepdim=True)
-        absent = highest == -math.inf
-        rows = highest * torch.finfo(mask.dtype).eps <= _SWALLOWS
-    query = call.query.masked_fill(rows, 0)  # without one all weights are the same
-    out = attend(replace(call, query=query, mask=_for_kernel(_open(mask, rows), query.dtype)))
-    return out * torch.where(absent, empty, 1.0).to(out.dtype)
+        rows, absent = highest * eps <= _SWALLOWS * scale, highest == -math.inf
+        mask = (mask - highest.where(highest <= HIDES_BELOW, 0)).masked_fill_(absent, 0)
+    query = call.query.masked_fill(rows, 0)  # without one the mask alone says what the weights are
+    out = attend(replace(call, query=query, mask=_for_kernel(mask, query.dtype)))
+    return out * torch.where(absent, 0.0 if zero_rows else math.nan, 1.0).to(out.dtype)

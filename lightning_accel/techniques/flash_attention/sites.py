@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.patch import AttributePatch, Patch, applied
-from lightning_accel.core.torch_private.modules import hooks_of
+from lightning_accel.core.torch_private.modules import hooks_of, hooks_on_all_modules
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import TORCH_KERNELS, Backend
 from lightning_accel.techniques.flash_attention.discards import caller_discards_weights
@@ -33,6 +33,7 @@ from lightning_accel.techniques.flash_attention.huggingface_interface import (
     ModelSwitch,
     Request,
     all_without_mask,
+    called_by_eager_attention,
     implementation,
     interface_modules,
     weights_are_collected,
@@ -47,10 +48,12 @@ class AttentionSite(ABC):
     """A module whose attention another backend may compute."""
 
     what: str  # was found there, for the report: "nn.MultiheadAttention"
+    ignored: tuple[str, ...] = ("torch.", "transformers.", "lightning_accel.")  # whose hooks read no attention weights
 
     def __init__(self, site: str, module: nn.Module) -> None:
         self.site = site  # its qualified name in the model
         self.module = module
+        self._parts = list(module.modules())[1:]  # that the original calls, and another attention may not
         self._missed: str | None = None  # why the last run had nothing to fuse
 
     @abstractmethod
@@ -65,6 +68,14 @@ class AttentionSite(ABC):
     def nothing_found(self) -> str | None:
         """After a run: why there was nothing to fuse in it; None if there was."""
         return self._missed
+
+    def watched(self) -> str | None:
+        """Why its parts have to be called as the original calls them; None if nobody would miss a call."""
+        hooks = [hook for part in self._parts for kind in hooks_of(part) for hook in kind.values()]
+        hooks += hooks_on_all_modules() if self._parts else []
+        owners = [str(getattr(hook, "__module__", "")) for hook in hooks]
+        is_watched = not all(owner.startswith(self.ignored) for owner in owners)
+        return "a hook on its parts, or on all modules, is to see them called" if is_watched else None
 
     def given_up(self) -> str | None:
         """Why it should be run no more; None if it should."""
@@ -149,6 +160,9 @@ class FusedAttnSite(AttentionSite):
 
     @override
     def run(self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._missed = self.watched()
+        if self._missed is not None:
+            return original(self.module, *args, **kwargs)
         if isinstance(by, Rehearsal):
             # The two forms are two branches of the module's own code: they run in a copy of it, which nobody watches.
             FusedAttnSite(self.site, silent_copy(self.module)).rehearse_whole(by, original, args, kwargs)
@@ -200,6 +214,7 @@ class HuggingFaceSite(AttentionSite):
 
     def __init__(self, site: str, module: nn.Module) -> None:
         super().__init__(site, module)
+        self._parts = called_by_eager_attention(module)
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     @override
@@ -225,7 +240,7 @@ class HuggingFaceSite(AttentionSite):
         asked = given.get("output_attentions") or getattr(self.module.config, "output_attentions", False)
         if asked or weights_are_collected(self.module):
             return "its attention weights are asked for"
-        return None
+        return self.watched()
 
 
 def model_switches(model: nn.Module, kept_sites: set[str]) -> list[Patch]:

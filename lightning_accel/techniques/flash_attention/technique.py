@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch.compiler.config
 from torch import nn
 from torch.fx import GraphModule
 from typing_extensions import override
 
 from lightning_accel.core.checks import nearest
+from lightning_accel.core.compiled import compiled_anew
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.torch_private.compilation import compiling_ms
@@ -107,8 +107,7 @@ class FlashAttention(Technique):
         self.run.watches_on = bool(self._dispatches)  # for other shapes
         self.run.at_end.callback(self._close)
         if self._dispatches:
-            limit = max(torch.compiler.config.recompile_limit, _CAPTURES)
-            self.run.at_end.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+            self.run.at_end.enter_context(compiled_anew(_CAPTURES))
         found = (dispatch.attention for dispatch in self._dispatches.values())
         forwards = {type(site.module).forward for site in found if isinstance(site, HandWrittenSite)}
         self.run.setup_s = _CAPTURE_S * len(forwards) + (_FIRST_CAPTURE_S if forwards and not compiling_ms() else 0.0)

@@ -3,7 +3,7 @@
 Who else could? Python, by another reference to the tensor. C++, by another handle on it (autograd, DLPack), or by
 another tensor on its storage (a view, a result that an operation saved). All of these are counted, so the proof is a
 look at a few numbers at the very call, whatever branch the code took. What they are for a tensor that nobody else holds
-is tried out, once a process, by the very code that asks later (``calibration.py``).
+is tried out, once a process, by the very code that asks later (``refcount_calibration.py``).
 
 The caller's own variable is one reference more, and harmless where the next thing done is to bind the variable anew
 (``x = self.act(x)``, the loop of ``nn.Sequential``) or to return. The counts mean what they were found to mean only for

@@ -202,7 +202,7 @@ def _computed(problem: LossProblem, wanted: Sequence[bool], upstream: Tensor | N
     is_weighted = soft > 0 and class_weight is not None
     factors = kept.to(wide) if is_weighted else counts
     if upstream is not None:
-        factors = factors * upstream.to(wide)
+        factors = (factors * upstream.to(wide)).where(kept, 0.0)
 
     losses = rows.new_empty(num_rows, dtype=wide)
     by_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if wanted[0] else None
@@ -225,7 +225,7 @@ def _computed(problem: LossProblem, wanted: Sequence[bool], upstream: Tensor | N
             block = logits[first : first + within]
             log_p = torch.log_softmax(block, 1, dtype=wide, out=scratch[: len(block)])
             log_p_target = log_p.gather(1, target[part]).squeeze(1)
-            losses[part] = -hard * counts[part] * log_p_target
+            losses[part] = (-hard * counts[part] * log_p_target).where(kept[part], 0.0)  # where log_p may be NaN
             if soft:
                 all_classes = log_p.sum(1) if class_weight is None else log_p @ class_weight
                 losses[part] -= soft * all_classes.where(kept[part], 0.0)

@@ -198,7 +198,8 @@ class DeferredLogits(Tensor):
         place = rearranged(self.place, func, args, kwargs)
         if place is None or place is self.place:
             return None if place is None else self
-        return self._made(self.family, place, (self, func, args, kwargs))
+        # A mask may be written to before the logits are read.
+        return self._made(self.family, place, (self, func, *map_tensors(Tensor.clone, (args, kwargs))))
 
     def _cross_entropy(
         self,

@@ -179,6 +179,8 @@ class Head:
     def _failure(self, problem: LossProblem, with_gradients: bool) -> str:
         """What is wrong with the numbers of the first loss of its form; empty: nothing."""
         form: LossForm = problem.form
+        # Smoothing that is annealed is another number at every step, in the same operations.
+        form = replace(form, label_smoothing=float(form.label_smoothing > 0))
         autocast = torch.is_autocast_enabled(problem.rows.device.type)
         kind = (form, problem.class_weight is None, with_gradients, autocast)
         if kind in self._tried:

@@ -139,6 +139,17 @@ def test_an_exception_restores_the_switch() -> None:
     assert site.module.fused_attn is False
 
 
+def test_a_hook_on_one_of_its_parts_sees_it_called() -> None:
+    model, seen = Block(), []
+    model.attn.attn_drop.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    site = only_site(model)
+
+    site.run(BACKENDS["sdpa"], SwitchedAttention.forward, (torch.randn(3, 5, 16),), {})
+
+    assert seen == [(3, 2, 5, 5)]
+    assert "hook on its parts" in str(site.nothing_found())
+
+
 def test_training_ends_at_the_same_weights() -> None:
     models = []
     for fused in (False, True):

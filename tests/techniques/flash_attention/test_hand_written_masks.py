@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.fx import GraphModule
 
 from lightning_accel.techniques.flash_attention.hand_written import HandWrittenSite
+from lightning_accel.techniques.flash_attention.rewrite import fuse_attention
 from support import attention_zoo
 from support.attention_module import Attention
 from support.attention_zoo import FOUND
@@ -130,15 +134,18 @@ def test_padded_queries_under_a_causal_mask_attend_to_what_they_did() -> None:
 CAUSAL_AND_PADDED = {
     "filled with -inf, added lowest": (-math.inf, torch.finfo(torch.float32).min, True),
     "filled with -inf, added -1e9": (-math.inf, -1e9, True),
+    "filled and added -1e9": (-1e9, -1e9, True),
     "filled and added -inf": (-math.inf, -math.inf, True),
     "filled and added -1e4": (-1e4, -1e4, True),
+    "filled with -inf twice": (-math.inf, -math.inf, False),
+    "filled with -inf, then with -1e9": (-math.inf, -1e9, False),
     "filled with -1e9, then with -1e4": (-1e9, -1e4, False),
     "filled with -1e4, then with -inf": (-1e4, -math.inf, False),
 }
 
 
-@pytest.mark.parametrize("how", CAUSAL_AND_PADDED)
-def test_left_padding_under_a_causal_mask_is_as_before_gradients_and_nan_too(how: str) -> None:
+def left_padded(how: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A module with a causal mask, its input, and where that is real: not its beginning, nor any of the last sample."""
     future, padding, is_added = CAUSAL_AND_PADDED[how]
 
     class LeftPadded(Attention):
@@ -150,13 +157,29 @@ def test_left_padding_under_a_causal_mask_is_as_before_gradients_and_nan_too(how
             scores = scores + hidden if is_added else scores.masked_fill(~real[:, None, None], padding)
             return self.merge(scores.softmax(-1) @ v)
 
-    module, x = make(LeftPadded), torch.randn(3, 16, 32)
     real = torch.ones(3, 16, dtype=torch.bool)
     real[0, :6] = real[2] = False
+    return make(LeftPadded), torch.randn(3, 16, 32), real
+
+
+@pytest.mark.parametrize("how", CAUSAL_AND_PADDED)
+def test_left_padding_under_a_causal_mask_is_as_before_gradients_and_nan_too(how: str) -> None:
+    module, x, real = left_padded(how)
     site = HandWrittenSite("attention", module)
     expected = results(module, lambda x: module(x, real), x)
-    actual = results(module, lambda x: site.run(SDPA, LeftPadded.forward, (x, real), {}), x)
+    actual = results(module, lambda x: site.run(SDPA, type(module).forward, (x, real), {}), x)
     assert relative_error(actual, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("how", CAUSAL_AND_PADDED)
+def test_in_a_graph_for_a_compiler_which_has_no_values_left_padding_is_as_before(how: str) -> None:
+    def fuse(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        assert any(finding.form for finding in fuse_attention(graph))
+        return aot_eager(graph, inputs)
+
+    module, x, real = left_padded(how)
+    with torch.no_grad():
+        assert relative_error([torch.compile(module, backend=fuse)(x, real)], [module(x, real)]) < ROUNDING
 
 
 def test_a_learned_bias_that_carries_a_mask_keeps_its_nan() -> None:

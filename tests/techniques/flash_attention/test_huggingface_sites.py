@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_accel.techniques.flash_attention.backends import Sdpa
 from lightning_accel.techniques.flash_attention.sites import HuggingFaceSite, find_huggingface, model_switches
@@ -24,6 +25,7 @@ from support.techniques.flash_attention.huggingface_runs import (
     results,
     sites_of,
 )
+from support.techniques.flash_attention.recorder import Recorder
 
 pytestmark = pytest.mark.numbers
 
@@ -111,6 +113,42 @@ def test_a_module_that_a_hook_listens_to_is_refused_but_for_transformers_own_hoo
     found = list(find_huggingface(model))
     assert [type(each) for each in found] == [Site, HuggingFaceSite]
     assert "hook" in found[0].why_not
+
+
+def eager_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    weights = module.attn_dropout((query @ key.mT * scaling).softmax(-1))
+    return (weights @ value).transpose(1, 2), weights
+
+
+class DropsByAModule(nn.Module):
+    """As GPT-2's attention does in transformers 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = transformers.GPT2Config(attn_implementation="eager")
+        self.proj, self.attn_dropout, self.is_causal = nn.Linear(8, 8), nn.Dropout(0.0), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        x, name = self.proj(x)[:, None], self.config._attn_implementation
+        attention = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        return attention(self, x, x, x, None, scaling=1.0, dropout=0.0)[0]
+
+
+@pytest.mark.parametrize(("part", "num_fused"), [("attn_dropout", 0), ("proj", 1)])
+def test_a_hook_on_a_part_sees_it_called_by_eager_attention_too(part: str, num_fused: int) -> None:
+    module, recorder, seen = DropsByAModule(), Recorder(), []
+    getattr(module, part).register_forward_hook(lambda module, args, output: seen.append(output))
+    (site,) = find_huggingface(module)
+    assert isinstance(site, HuggingFaceSite)
+
+    site.run(recorder, DropsByAModule.forward, (torch.randn(2, 3, 8),), {})
+
+    assert len(seen) == 1
+    assert len(recorder.calls) == num_fused
 
 
 def test_without_transformers_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import itertools
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from lightning_accel import AccelWarning, FlashMultiheadAttention
 from lightning_accel.experiment.trial import Trial
 from lightning_accel.techniques.flash_attention.backends import BACKENDS
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
+from support import timm_like
 from support.attention_lookalikes import LEFT_ALONE
 from support.attention_module import Attention
 from support.attention_zoo import FOUND
@@ -263,6 +267,40 @@ def test_without_verification_it_is_fused_untried(monkeypatch: pytest.MonkeyPatc
     assert not timed
     assert set(choices(handle).values()) == {"sdpa"}
     handle.undo()
+
+
+WATCHED = {
+    "by hand": (FOUND["scale_inside_the_queries"], "softmax", "off"),
+    "by hand, checkpointed": (FOUND["scale_inside_the_queries"], "softmax", "full"),
+    "switched": (functools.partial(timm_like.Attention, 32), "attn_drop", "off"),
+}
+
+
+@pytest.mark.parametrize("spelling", WATCHED)
+def test_a_hook_on_a_part_of_one_of_several_equal_layers_sees_its_weights_at_every_step(spelling: str) -> None:
+    kind, part, checkpointing = WATCHED[spelling]
+    model, seen = Stack(kind), []
+    getattr(model.layers[1], part).register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    handle = start(model, gradient_checkpointing=checkpointing)
+    for _ in range(3):
+        seen.clear()
+        step(model, handle, batch())
+        assert (4, 16, 16) in {(shape[0], *shape[2:]) for shape in seen}
+    assert handle.report.applied("flash_attention") == ["layers.0"]
+    assert "hook on its parts" in handle.report.refused("flash_attention")["layers.1"]
+    handle.undo()
+
+
+def test_a_model_is_released_when_the_run_is_over() -> None:
+    model = Stack(FOUND["at_sign"])
+    handle, released = start(model), weakref.ref(model)
+    for _ in range(2):
+        step(model, handle, batch())
+    assert len(handle.report.applied("flash_attention")) == 2
+    handle.undo()
+    del model, handle
+    gc.collect()
+    assert released() is None
 
 
 # -- asked for, or not ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -98,6 +99,32 @@ def test_in_other_dtypes_it_is_as_near_to_float64_as_the_plain_way(
     truth = results(plain_cross_entropy, in_float64(given))
     plain, ours = (deviation(results(way, given), truth) for way in (plain_cross_entropy, linear_cross_entropy))
     assert ours.noise <= 4 * max(plain.noise, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("what", ["rows of NaN", "a class that is never predicted"])
+def test_logits_of_ignored_tokens_need_not_be_finite(what: str, reduction: str) -> None:
+    given = problem(torch.float64, reduction=reduction, bias=True, ignored="some")
+    assert given.bias is not None
+    if what == "rows of NaN":
+        given.rows.data[given.target == -100] = math.nan
+    else:
+        given.bias.data[0] = -math.inf
+        given.target[given.target == 0] = 1
+    found, expected = results(linear_cross_entropy, given), results(plain_cross_entropy, given)
+    assert found[0].isfinite().all()
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13, equal_nan=True)
+
+
+def test_upstream_gradients_of_ignored_tokens_need_not_be_finite() -> None:
+    given = problem(torch.float64, reduction="none", ignored="some")
+    upstream = torch.ones(N, dtype=torch.float64).masked_fill(given.target == -100, math.nan)
+    got, want = (
+        torch.autograd.grad(way(given), [given.rows, given.weight], upstream)
+        for way in (linear_cross_entropy, plain_cross_entropy)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:

@@ -164,6 +164,19 @@ def test_a_metric_after_the_loss_has_the_values_of_the_same_weights() -> None:
     assert "torch.Tensor.argmax" in run.refused["head"]
 
 
+def test_logits_chosen_by_a_mask_are_those_that_it_chose_whatever_becomes_of_it() -> None:
+    model, tokens = LanguageModel(), batches(1)[0]
+    expected = model(tokens)[tokens % 3 == 0].argmax(-1)
+    handle = start(model)
+    with torch.no_grad(), handle.step("validate"):
+        keep = tokens % 3 == 0
+        chosen = model(tokens)[keep]
+        assert type(chosen) is DeferredLogits
+        keep.logical_not_()
+        assert torch.equal(chosen.argmax(-1), expected)
+    handle.undo()
+
+
 def test_a_metric_every_third_step_does_not_cost_the_others_their_gain() -> None:
     count = iter(range(100))
 

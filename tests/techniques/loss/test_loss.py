@@ -17,6 +17,7 @@ from lightning_accel import AccelWarning
 from lightning_accel.techniques.loss import heads, technique
 from lightning_accel.techniques.loss.chunked_loss import linear_cross_entropy
 from lightning_accel.techniques.loss.deferred import DeferredLogits
+from lightning_accel.techniques.loss.heads import compared
 from support.loss_models import (
     TOKENS,
     VOCABULARY,
@@ -172,6 +173,18 @@ def test_a_computation_with_other_numbers_is_refused_at_its_first_loss(monkeypat
     run = side_by_side(LanguageModel(), loss_of_all)
     assert run.num_fused == 0
     assert "other numbers than the original" in run.refused["head"]
+
+
+def test_label_smoothing_that_is_annealed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, smoothing = [], iter((0.3, 0.2, 0.1, 0.0, 0.0))
+    monkeypatch.setattr(heads, "compared", lambda *args: (tried.append(args), compared(*args))[1])
+
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        logits = model(tokens).view(-1, VOCABULARY)
+        return F.cross_entropy(logits, tokens.view(-1), label_smoothing=next(smoothing))
+
+    assert train(LanguageModel(), step, steps=5).num_fused == 5
+    assert len(tried) == 2  # once with, once without
 
 
 def test_it_is_tried_on_rows_that_count_where_the_first_ones_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class LoadingProcesses:
                 yield batch
         except Exception as error:
             self._kept = None
-            rest = self._rebuilt(itertools.chain(tuple(under_way), indices), LoaderWorkers(), torch.Generator())
+            rest = self._rebuilt(itertools.chain(tuple(under_way), indices), LoaderWorkers(), _own_stream())
             # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
             traceback.clear_frames(error.__traceback__)
             failed(error)
@@ -87,15 +87,20 @@ class LoadingProcesses:
     def _begun(self, order: Iterator[Any], workers: LoaderWorkers, state: bytes) -> Iterator[Any]:
         if not workers.is_kept:
             self._kept = None
-            loader = self._rebuilt(order, workers, torch.Generator())
+            loader = self._rebuilt(order, workers, _own_stream())
         else:
             if self._kept is None or self._kept_for != (workers, state) or self._under_way is not None:
                 self._orders, self._kept_for = _Orders(), (workers, state)
-                self._kept = self._rebuilt(self._orders, workers, torch.Generator())
+                self._kept = self._rebuilt(self._orders, workers, _own_stream())
             self._orders.order = self._under_way = order
             loader = self._kept
         with _not_counting_cores():
             return iter(loader)
+
+
+def _own_stream() -> torch.Generator:
+    """Returns a random stream that is none of the user's, on the device on which a DataLoader draws seeds."""
+    return torch.Generator(torch.get_default_device())
 
 
 def rebuilt(

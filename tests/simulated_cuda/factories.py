@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
+from torch import library as operators
 
 from simulated_cuda import captures
 from simulated_cuda.streams import current_device, current_stream
@@ -60,7 +60,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     return result
 
 
-_LIBRARIES: list[Any] = [Library("aten", "IMPL", key) for key in ("CUDA", "AutogradCUDA")]
+_LIBRARIES: list[Any] = [operators.Library("aten", "IMPL", key) for key in ("CUDA", "AutogradCUDA")]
 
 
 def install() -> None:

@@ -19,7 +19,7 @@ WORKERS ?= 2
 RESULTS ?= $(or $(OUT),docs/results)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream rivals gpu gpu-smoke gpu-tests gpu-bench release clean
+.PHONY: help demo test test-medium test-slow test-strangers test-cpus test-simulated-gpu test-simulated-gpu-first test-browser test-xla test-lightning test-launchers test-libraries test-newest test-versions lint types docs format stub bench column results downstream rivals gpu gpu-smoke gpu-tests gpu-bench release clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -30,8 +30,12 @@ demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare the
 # A file is one worker's, in the order of the folders: what a file's tests share is made once. Bytecode is kept whatever
 # the shell says: without it both workers rewrite every file of tests again, and every process that a test starts compiles
 # the package.
-test: $(STAMP)  ## The tests that need no GPU, two at a time (6 to 8 minutes on 2 slow cores; WORKERS=n: n at a time)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(STAMP)  ## The tests of less than a second that need no GPU, two at a time (4 to 6 minutes on 2 slow cores; WORKERS=n: n at a time)
+	$(TEST)
+
+test-medium: $(STAMP)  ## The tests of one to ten seconds, and those that wait for several processes (5 minutes)
+	$(TEST) -m "medium and not gpu and not slow"
 
 test-slow: $(STAMP)  ## The tests over ten seconds each, and second and third variants of others
 	$(BIN)/python -m pytest -m "slow and not gpu"

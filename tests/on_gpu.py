@@ -98,7 +98,8 @@ def run_tests(part: str, out: Path, processes: Part) -> None:
         others, capturing = [path for path in others if folder in path.parents], []
         if not others:
             sys.exit(f"PART={part}: no test marked gpu is in {folder}. Give a folder of tests/, 'graphs', or nothing")
-    workers = ["-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile"] if has("xdist") else []
+    count = os.environ.get("WORKERS") or str(min(12, os.cpu_count() or 1))
+    workers = ["-n", count, "--dist", "worksteal"] if has("xdist") else []
     for name, chosen, more in (("tests", others, workers), ("graphs", capturing, [])):
         if chosen:
             junit = out / f"gpu-{name}{f'-{part}' if name == 'tests' and part else ''}.xml"

@@ -84,6 +84,7 @@ def its_own_process(folder: Path) -> Iterator[None]:
                 torch.distributed.destroy_process_group()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DRY]
 )
@@ -253,6 +254,7 @@ def test_a_second_short_fit_is_held_against_plains_second_and_the_worst_run_coun
 # -- a linear head -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("seconds", "rounds"), [pytest.param(1e9, 3, marks=pytest.mark.slow), (0.0, 2)])
 def test_every_side_of_the_head_has_as_many_rounds_as_the_time_allows(
     benchmark: Callable[[str], Any], seconds: float, rounds: int

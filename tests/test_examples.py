@@ -95,6 +95,7 @@ def test_both_sides_start_alike_and_see_the_same_batches(example: ModuleType, mo
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_the_sharded_example_resumes_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In one process; the strategies' own tests have more."""
@@ -144,6 +145,7 @@ def test_the_digits_are_split_once() -> None:
     assert image.max() <= 1
 
 
+@pytest.mark.medium
 def test_the_configuration_trains_and_its_scalars_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -164,6 +166,7 @@ def test_the_configuration_trains_and_its_scalars_are_there(monkeypatch: pytest.
     assert len(events.Scalars("val/accuracy")) == 2
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("mode", [[], ["--plain"]])
 def test_a_covariance_says_more_of_new_patients_than_variances_do(

@@ -39,6 +39,7 @@ def status_of(out: Path, *arguments: str, limit_s: float = 60) -> object:
     return ended.value.code
 
 
+@pytest.mark.medium
 def test_a_part_ends_in_time_and_names_the_command_for_what_is_left(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_part_that_is_done_says_nothing_more(
     assert "on_gpu:" not in capsys.readouterr().out
 
 
+@pytest.mark.medium
 def test_the_tests_of_a_part_share_its_time(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

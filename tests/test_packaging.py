@@ -51,6 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.medium
 def test_the_wheel_holds_every_file_of_the_source_tree(wheel: Path) -> None:
     """Packages are listed by hand in pyproject.toml: this is what fails when one is forgotten there."""
     with zipfile.ZipFile(wheel) as archive:

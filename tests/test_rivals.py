@@ -21,6 +21,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+@pytest.mark.medium
 def test_sides_start_alike_and_a_tool_that_is_not_there_is_said(
     part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

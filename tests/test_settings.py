@@ -60,6 +60,7 @@ def plain(value: Any) -> bool:
     return all(map(plain, value)) if type(value) is list else type(value) in (str, bool)
 
 
+@pytest.mark.medium
 @given(plans)
 def test_every_plan_survives_yaml_as_plain_values(plan: Plan) -> None:
     assert Plan.from_yaml(plan.to_yaml()) == plan

@@ -58,6 +58,7 @@ def test_without_a_logger_it_says_one_line(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.medium
 def test_a_report_that_is_asked_for_has_all_there_is(tmp_path: Path) -> None:
     with heard() as lines:
         fit(Model(), accel={"report": str(tmp_path / "report.md")})

@@ -103,6 +103,7 @@ def test_the_reason_of_throttling_is_logged_and_said_once(
     assert [note.split(": ")[1].split(" (")[0] for note in said] == ["hw_thermal_slowdown", "sw_power_cap"]
 
 
+@pytest.mark.medium
 def test_clocks_and_throttling_of_a_simulated_card_are_shown_over_the_run(
     make_trainer: Any, nvml: SimulatedNvml, card: SimulatedCard, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return Path(board.log_dir), Path(table.log_dir)
 
 
+@pytest.mark.medium
 def test_a_text_is_written_where_the_run_settles_and_at_its_end(run: tuple[Path, Path]) -> None:
     (settled, early), (end, late) = texts_of(run[0])
     assert 0 < settled < end == STEPS

@@ -59,6 +59,7 @@ def files(folder: Path, ending: str = "*") -> list[str]:
 # -- where it was asked for ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_notebook_shows_the_page_of_a_run_that_has_left_a_record(tmp_path: Path) -> None:
     plugin = fit(tmp_path)
     assert plugin.report._repr_html_().startswith('<iframe srcdoc="')
@@ -68,6 +69,7 @@ def test_a_notebook_shows_the_page_of_a_run_that_has_left_a_record(tmp_path: Pat
     assert plugin.report._repr_html_().startswith("<pre>")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["html", "md", "json"])
 def test_a_fit_leaves_its_report_in_the_form_that_was_asked_for(tmp_path: Path, form: str) -> None:
     fit(tmp_path / "logs", accel={"report": f"out/report.{form}"})
@@ -86,12 +88,14 @@ def test_another_ending_is_refused_at_once(value: Any) -> None:
         AccelPlugin(report=value)
 
 
+@pytest.mark.medium
 def test_without_a_logger_the_record_is_beside_the_report(tmp_path: Path) -> None:
     fit(None, accel={"report": "out/report.html"})
     assert (tmp_path / "out" / "report.html").exists()
     assert read_record(tmp_path / "out").num_steps == 8
 
 
+@pytest.mark.medium
 def test_the_second_fit_takes_the_place_of_the_first(tmp_path: Path) -> None:
     for batches in (8, 9):
         fit(None, data=vectors(batches), accel={"report": "report.md"})
@@ -122,6 +126,7 @@ def test_live_trials_are_in_it_with_the_step_at_which_they_had_settled(tmp_path:
     assert 1.2 < float(page.headline.partition("x")[0]) < 1.8
 
 
+@pytest.mark.medium
 def test_yaml_asks_for_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     from lightning_accel import AccelCLI
@@ -170,6 +175,7 @@ def test_a_rehearsal_leaves_none(tmp_path: Path) -> None:
 # -- where it cannot be written ------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "has_logger", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["with a logger", "without"]
 )
@@ -183,6 +189,7 @@ def test_where_the_path_cannot_be_written_it_is_beside_the_record(tmp_path: Path
     assert note.endswith(".html")
 
 
+@pytest.mark.medium
 def test_a_report_that_cannot_be_made_is_said_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("a fault of ours")

@@ -54,6 +54,7 @@ def fit(step_ms: float, steps: int = STEPS, **settings: Any) -> Steps:
     return seen
 
 
+@pytest.mark.medium
 def test_of_short_steps_few_are_timed() -> None:
     seen = fit(5.0)
     assert sum(seen.were_timed) < 0.2 * STEPS
@@ -70,12 +71,14 @@ def test_a_rest_is_no_longer_than_the_run_so_far() -> None:
     assert any(timed[10:])
 
 
+@pytest.mark.medium
 def test_nothing_is_told_of_fetches_meanwhile() -> None:
     seen = fit(5.0)
     both = list(zip(seen.hears_fetches, seen.were_timed, strict=True))[STEPS // 2 :]  # live trials are over
     assert both == [(is_timed, is_timed) for _, is_timed in both]
 
 
+@pytest.mark.medium
 def test_all_steps_are_counted() -> None:
     (epoch,) = fit(5.0).histories
     assert epoch.steps == STEPS
@@ -84,6 +87,7 @@ def test_all_steps_are_counted() -> None:
     assert epoch.step_ms_p50 == pytest.approx(5, rel=0.01)
 
 
+@pytest.mark.medium
 def test_a_step_in_hundred_that_takes_long_counts_as_in_a_run_in_which_each_is_timed() -> None:
     class Pauses(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -95,6 +99,7 @@ def test_a_step_in_hundred_that_takes_long_counts_as_in_a_run_in_which_each_is_t
     assert epoch.step_ms_p50 == pytest.approx(5, rel=0.01)
 
 
+@pytest.mark.medium
 def test_losses_are_kept_of_the_same_steps_however_long_they_take(tmp_path: Path) -> None:
     kept = []
     for step_ms in (10.0, 20.0):
@@ -106,6 +111,7 @@ def test_losses_are_kept_of_the_same_steps_however_long_they_take(tmp_path: Path
     assert len(common) > 10
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("speedup", [1.4, 0.8])
 def test_turns_of_live_trials_are_timed_meanwhile(speedup: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logger rests before they begin, and once they have settled: they end their steps themselves."""
@@ -141,6 +147,7 @@ def test_turns_of_live_trials_are_timed_meanwhile(speedup: float, monkeypatch: p
     assert epoch.steps == STEPS
 
 
+@pytest.mark.medium
 def test_a_run_that_fails_meanwhile_leaves_a_record_of_all_its_steps(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -155,6 +162,7 @@ def test_a_run_that_fails_meanwhile_leaves_a_record_of_all_its_steps(tmp_path: P
     assert "its own" in record.status
 
 
+@pytest.mark.medium
 def test_whoever_asks_for_a_report_has_all_steps_timed(tmp_path: Path) -> None:
     seen = fit(5.0, 200, accel={"report": str(tmp_path / "report.md")})
     assert all(seen.were_timed)

@@ -131,6 +131,7 @@ def test_flops_are_counted_in_the_third_step_and_once() -> None:
     assert modes == [0, 0, 1] + [0] * 13
 
 
+@pytest.mark.medium
 def test_the_peak_is_the_epochs_own() -> None:
     if not may_reset_peak():
         pytest.skip("this system does not let a process reset its high-water mark")

@@ -33,6 +33,7 @@ def read_rank(folder: Path, rank: int) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.medium
 def test_every_rank_has_the_numbers_of_all(two_ranks: Path) -> None:
     assert read_rank(two_ranks, 0) == read_rank(two_ranks, 1)
     assert set(read_rank(two_ranks, 0)["logged"]) == ALWAYS_LOGGED | LOGGED_BY_SEVERAL_RANKS

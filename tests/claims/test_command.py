@@ -195,6 +195,7 @@ def test_numbers_are_written_in_their_unit(value: float, unit: Any, text: str) -
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_one_row_is_measured_and_printed_and_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["claims", "--row", "9"]) == 0
     out, err = capsys.readouterr()
@@ -203,6 +204,7 @@ def test_one_row_is_measured_and_printed_and_nothing_is_written(capsys: pytest.C
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.medium
 def test_json_is_all_there_is_on_the_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["claims", "--row", "9", "--json", "--out", str(tmp_path / "new" / "folder")]) == 0
     found = json.loads(capsys.readouterr().out)

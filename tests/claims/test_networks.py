@@ -159,6 +159,7 @@ def test_a_drop_of_more_than_a_point_over_all_seeds_does_not_meet_the_claim() ->
     assert row_03_amp_accuracy.accuracy_drop("half", plain, [a + 0.011 for a in plain]).is_met
 
 
+@pytest.mark.medium
 def test_a_seed_trains_the_same_network_again_and_it_learns() -> None:
     first, second = (row_03_amp_accuracy.trained_accuracy("bf16-mixed", seed=0, epochs=2) for _ in range(2))
     assert first == second > 0.5
@@ -201,6 +202,7 @@ def test_attention_by_hand_holds_its_scores_in_memory() -> None:
     assert row_04_flash_attention.peak_bytes(model, 512, handle) >= 2 * 512 * 512 * 4
 
 
+@pytest.mark.medium
 def test_fused_attention_is_as_exact_and_lean_as_claimed_at_small_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"B": 2, "L": 64, "D": 16, "LENGTHS": (1024, 2048, 4096), "MOST_BY_HAND": 2048}.items():
         monkeypatch.setattr(row_04_flash_attention, name, value)
@@ -276,6 +278,7 @@ def test_the_network_of_claim_10_is_of_100_megabytes() -> None:
     assert 4 * weights == pytest.approx(100e6, rel=0.01)
 
 
+@pytest.mark.medium
 @deprecated
 def test_quantised_networks_know_the_digits_as_well(small_network: Any) -> None:
     model, images, labels = small_network
@@ -293,6 +296,7 @@ def test_int8_takes_a_quarter_of_the_space_on_disk() -> None:
     assert share == pytest.approx(0.25, abs=0.03)
 
 
+@pytest.mark.medium
 def test_size_in_memory_is_what_a_process_grows_by() -> None:
     layer = nn.Linear(4096, 2048)
     held = row_10_int8.size_in_memory(layer)

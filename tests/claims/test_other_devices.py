@@ -36,6 +36,7 @@ def test_without_a_tpu_claim_19_says_what_it_takes() -> None:
         list(row_19_xla.measure())
 
 
+@pytest.mark.medium
 def test_where_there_is_a_tpu_the_losses_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: the TPU is this CPU."""
     syncs = []

@@ -120,6 +120,7 @@ def found_by(said: Said, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.medium
 def test_the_working_tree_is_set_beside_the_other_revision(repository: Repository, said: Said) -> None:
     repository.speed(ms=10.0, mib=150.0)
     found = found_by(said, "--runs", "4")
@@ -130,6 +131,7 @@ def test_the_working_tree_is_set_beside_the_other_revision(repository: Repositor
     repository.assert_untouched()
 
 
+@pytest.mark.medium
 def test_they_take_turns_after_a_first_run_of_each(repository: Repository, said: Said) -> None:
     assert main(["bench", "train.py", "--runs", "3", "--against", "main"]) == 0
     out, err = said()
@@ -146,6 +148,7 @@ def test_options_stand_anywhere_and_all_else_is_the_programs(repository: Reposit
     assert set((repository.folder / "log.txt").read_text().splitlines()) == {"--lr 1 -x two words --runs 7"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("ms", "mib", "worse"), [(10.0, 100.0, "speed"), (1.0, 150.0, "memory")])
 def test_a_gate_stops_what_is_slower_or_larger(
     repository: Repository, said: Said, ms: float, mib: float, worse: str
@@ -159,6 +162,7 @@ def test_a_gate_stops_what_is_slower_or_larger(
     assert "| samples/s |" in out
 
 
+@pytest.mark.medium
 def test_a_gate_lets_what_is_faster_pass(repository: Repository) -> None:
     repository.speed(ms=10.0)
     repository.commit()
@@ -199,6 +203,7 @@ def test_the_same_code_is_called_so(repository: Repository, said: Said) -> None:
     assert found["worse"] == []
 
 
+@pytest.mark.medium
 def test_of_several_fits_the_last_one_counts_and_that_is_said(repository: Repository, said: Said) -> None:
     nine = TRAIN.replace("range(8)", "range(9)").replace("last=8, timed=8", "last=9, timed=9")
     repository.write("train.py", TRAIN + nine.replace("1-run.jsonl", "2-second.jsonl"))
@@ -207,6 +212,7 @@ def test_of_several_fits_the_last_one_counts_and_that_is_said(repository: Reposi
     assert "9 steps, the last of 2 fits" in said()[1]
 
 
+@pytest.mark.medium
 def test_the_workflow_of_the_docs_runs(repository: Repository, environment: pytest.MonkeyPatch, said: Said) -> None:
     page = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text(encoding="utf-8")
     workflow = yaml.safe_load(page.partition("```yml\n")[2].partition("```")[0])
@@ -219,6 +225,7 @@ def test_the_workflow_of_the_docs_runs(repository: Repository, environment: pyte
     assert said()[0].startswith("**B trains at ")
 
 
+@pytest.mark.medium
 def test_a_gate_takes_one_machine(repository: Repository, said: Said) -> None:
     repository.write("speed.py", "MS, MIB, MODEL, MACHINE = 1.0, 100.0, 'mine.Model', 'a GPU'\n")
     assert main(["bench", "train.py", "--against", "main", "--runs", "4", "--gate", "3%"]) == 2
@@ -252,6 +259,7 @@ def test_a_program_that_the_other_revision_lacks_is_said(repository: Repository,
     assert "has no 'new.py'" in said()[1]
 
 
+@pytest.mark.medium
 def test_a_module_in_a_folder_below_runs_from_there(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
@@ -264,6 +272,7 @@ def test_a_module_in_a_folder_below_runs_from_there(
     assert json.loads(said()[0])["speed"]["interval"][1] < 0.9
 
 
+@pytest.mark.medium
 def test_packages_on_the_working_trees_path_come_from_the_checkout_in_it(
     repository: Repository, environment: pytest.MonkeyPatch, said: Said
 ) -> None:
@@ -315,6 +324,7 @@ def test_a_checkout_within_the_repository_is_refused(
     assert "have TMPDIR name a folder elsewhere" in said()[1]
 
 
+@pytest.mark.medium
 def test_data_that_git_does_not_know_are_shared_and_survive(repository: Repository, said: Said) -> None:
     repository.write("train.py", f"open('data/numbers.txt').read()\n{TRAIN}")
     repository.commit()

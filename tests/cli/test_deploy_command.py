@@ -40,6 +40,7 @@ def test_forms_are_shown_beside_each_other_and_one_is_recommended(
     assert "! tensorrt: form='tensorrt' needs" in shown
 
 
+@pytest.mark.medium
 def test_a_drop_above_the_limit_is_a_status_of_1_and_named(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_drop_above_the_limit_is_a_status_of_1_and_named(
     assert "! bf16: MeanSquaredError is worse by" in capsys.readouterr().out
 
 
+@pytest.mark.medium
 def test_a_checkpoint_in_the_folder_of_its_run_is_compared_in_the_report_of_that(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_broken_file_is_not_taken_for_lost_accuracy(command: list[str]) -> Non
     assert main(command) == 2
 
 
+@pytest.mark.medium
 def test_the_table_shows_whole_names_and_intervals_of_metrics(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_advises_on_a_missing_compiler() -> None:
     assert "apt-get install g++" in line
 
 
+@pytest.mark.medium
 def test_says_what_a_run_goes_without_and_what_else_there_is() -> None:
     assert doctor.examine(H200).advice == ()
     for name in ("flash_attention", "inplace_activations", "memory_format", "compile"):
@@ -124,6 +125,7 @@ def test_runs_from_a_checkout_that_is_not_installed(
     assert "pip install -e ." in capsys.readouterr().out
 
 
+@pytest.mark.medium
 def test_answers_without_lightning() -> None:
     code = "import sys; from lightning_accel.__main__ import main; main(['doctor']); print('LOADED', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -76,6 +76,7 @@ def test_the_class_is_the_one_in_config_yaml_in_the_folder_of_the_run(checkpoint
     assert Path("run/checkpoints/best.pt2").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "precision",
     [
@@ -181,6 +182,7 @@ def test_what_is_read_is_not_written_over(checkpoint: str, capsys: pytest.Captur
     assert Path(checkpoint).read_bytes() == before
 
 
+@pytest.mark.medium
 def test_a_file_that_cannot_be_read_is_named_and_the_status_is_2(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,11 +17,13 @@ from support.simulated_hosts import SIMULATED_HOSTS, when_asked
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.medium
 def test_the_page_is_what_the_code_decides() -> None:
     """To write it anew: python tests/hosts_page.py."""
     assert page() == (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.medium
 def test_the_machine_that_it_is_written_on_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: one with a card that torch sees, whose compilers are gone."""
 
@@ -36,6 +38,7 @@ def test_the_machine_that_it_is_written_on_makes_no_difference(monkeypatch: pyte
     assert page() == (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.medium
 def test_every_kind_of_host_is_on_the_page() -> None:
     assert {host.kind for host in SIMULATED_HOSTS.values()} == {"cuda", "rocm", "xla", "mps", "cpu"}
     assert [name for name in SIMULATED_HOSTS if f"\n### {name}\n" not in page()] == []

@@ -30,6 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.medium
 def test_it_writes_a_page_and_says_the_most_of_it(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trained)]) == 0
     said = capsys.readouterr().out
@@ -38,18 +39,21 @@ def test_it_writes_a_page_and_says_the_most_of_it(trained: Path, capsys: pytest.
     assert Path("report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["md", "json"])
 def test_other_forms_by_their_endings(trained: Path, form: str) -> None:
     assert main(["report", str(trained), "--out", f"new/report.{form}"]) == 0
     assert "nothing was tried" in Path(f"new/report.{form}").read_text(encoding="utf-8")
 
 
+@pytest.mark.medium
 def test_a_record_that_was_copied_elsewhere_serves_as_well(trained: Path) -> None:
     shutil.copy(read_record(trained).path, "a-record.jsonl")
     assert main(["report", "a-record.jsonl", "--out", "report.json"]) == 0
     assert json.loads(Path("report.json").read_text())["step_ms"] > 0
 
 
+@pytest.mark.medium
 def test_what_the_machine_can_do_is_measured_where_the_run_was_on_it(trained: Path) -> None:
     path = read_record(trained).path
     main(["report", str(path), "--out", "here.json"])
@@ -90,6 +94,7 @@ def test_a_folder_without_a_run_is_told_apart(capsys: pytest.CaptureFixture[str]
     assert "nothing holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("out", ["report.pdf", "file/report.html"], ids=["an ending", "a place"])
 def test_where_nothing_can_be_written_it_says_so(trained: Path, out: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("in the way")
@@ -97,6 +102,7 @@ def test_where_nothing_can_be_written_it_says_so(trained: Path, out: str, capsys
     assert out.partition("/")[0] in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_runs_of_other_models_beside_it_are_passed_over(trained: Path) -> None:
     class Other(Nested):
         """Another class."""

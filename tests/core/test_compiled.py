@@ -47,6 +47,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
+@pytest.mark.medium
 def test_many_models_compiled_in_one_process_all_stay_compiled(captured: list[Any]) -> None:
     for width in range(1, 21):
         layer = nn.Linear(width, 2)
@@ -55,6 +56,7 @@ def test_many_models_compiled_in_one_process_all_stay_compiled(captured: list[An
     assert len(captured) == 20
 
 
+@pytest.mark.medium
 def test_blocks_with_a_graph_break_all_stay_compiled(captured: list[Any]) -> None:
     blocks = nn.ModuleList(Broken(width) for width in range(1, 15))
     handle = accelerate(blocks, Plan(precision="32-true", compile="on", trust="unchecked"), host=CPU)

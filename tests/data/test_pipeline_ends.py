@@ -208,6 +208,7 @@ def test_closing_does_not_wait_for_a_worker_that_is_stuck(monkeypatch: pytest.Mo
     assert list(batches) == []
 
 
+@pytest.mark.medium
 def test_the_interpreter_ends_with_iterations_under_way() -> None:
     script = """
 from torch.utils.data import DataLoader

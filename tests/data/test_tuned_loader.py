@@ -159,6 +159,7 @@ def test_epochs_that_are_left_early_are_the_same(always_tries: Callable[..., Non
     assert lines.is_changed
 
 
+@pytest.mark.medium
 def test_own_workers_are_given_more_to_have_ready_and_draw_the_same(always_tries: Callable[..., None]) -> None:
     class Augmented(Slow):
         def __getitem__(self, index: int) -> Tensor:
@@ -299,6 +300,7 @@ def test_where_a_worker_fails_no_batch_is_lost_and_none_repeated(
     assert not lines.is_changed
 
 
+@pytest.mark.medium
 def test_a_worker_that_never_answers_is_given_up(
     always_tries: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

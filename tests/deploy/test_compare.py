@@ -41,6 +41,7 @@ def found() -> Comparison:
     )
 
 
+@pytest.mark.medium
 def test_every_form_is_measured_beside_the_original(found: Comparison) -> None:
     assert list(found.forms) == ["eager", "bf16", "int8-dynamic", "torchscript+int8-dynamic"]
     for form in found.forms.values():
@@ -146,6 +147,7 @@ def test_a_form_that_cannot_hold_the_model_is_left_out_with_the_reason() -> None
     assert found.recommended == "eager"
 
 
+@pytest.mark.medium
 def test_a_form_that_takes_no_batch_of_one_is_left_out_with_the_reason() -> None:
     class Rows(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ def test_a_form_computes_the_same_for_other_batches_and_sequences(form: str, tas
         torch.testing.assert_close(exported.load()(more), model(more), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_onnx_computes_the_same_under_onnx_runtime() -> None:
     needs_onnx()
     model, (inputs, _) = TASKS["transformer"].model().eval(), TASKS["transformer"].batch()
@@ -133,6 +134,7 @@ def test_a_lightning_module_is_traced_without_a_trainer() -> None:
         torch.testing.assert_close(exported.load()(x), model(x))
 
 
+@pytest.mark.medium
 def test_a_mapping_is_the_one_argument_where_forward_has_no_such_names() -> None:
     model, (inputs, _) = TEXT.model(), TEXT.batch()
     inputs.pop("labels")
@@ -141,6 +143,7 @@ def test_a_mapping_is_the_one_argument_where_forward_has_no_such_names() -> None
     assert exported.load()(inputs).shape == (16, 17, 96)
 
 
+@pytest.mark.medium
 def test_what_is_accelerated_is_exported_as_its_author_wrote_it() -> None:
     task = TASKS["transformer"]
     model = task.model()
@@ -187,6 +190,7 @@ def test_a_form_whose_numbers_are_off_is_kept_out_and_the_module_named_where_tha
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.medium
 def test_an_operator_that_onnx_lacks_names_the_line_of_the_model() -> None:
     needs_onnx()
 
@@ -199,6 +203,7 @@ def test_an_operator_that_onnx_lacks_names_the_line_of_the_model() -> None:
     assert line_of("            return torch.special.bessel_j0(x)") in str(caught.value)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_half_precision_takes_and_returns_float32(precision: str) -> None:
     model, x = TinyCNN(channels=64).eval(), torch.randn(3, 3, 8, 8)
@@ -220,6 +225,7 @@ def test_layers_in_int8_are_written_by_the_forms_that_hold_them() -> None:
         export(quantized.model, torch.randn(4, 64), "pt2")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", [form for form, held in HOLDS.items() for numbers in held if numbers == "int8-weight"])
 def test_weights_alone_in_int8_make_a_file_of_a_third_of_the_size(form: str) -> None:
     if form == "onnx":
@@ -253,6 +259,7 @@ def test_a_model_that_is_quantised_has_its_precision() -> None:
         export(quantize(nn.Linear(8, 4), "int8-dynamic"), torch.randn(2, 8), "torchscript", precision="bf16")
 
 
+@pytest.mark.medium
 def test_an_operator_without_a_kernel_in_these_numbers_is_an_error_and_nothing_is_written() -> None:
     """ONNX Runtime has no transposed convolution in float64 for a CPU: it fails on loading what it could check."""
     needs_onnx()
@@ -261,6 +268,7 @@ def test_an_operator_without_a_kernel_in_these_numbers_is_an_error_and_nothing_i
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.medium
 def test_int8_in_onnx_has_one_kernel_for_each_layer_and_a_quarter_of_the_size() -> None:
     """ONNX Runtime quantises inputs, multiplies and adds the bias in one: what it makes of the graph is looked at."""
     needs_onnx()
@@ -277,6 +285,7 @@ def test_int8_in_onnx_has_one_kernel_for_each_layer_and_a_quarter_of_the_size() 
     assert kernels == ["DynamicQuantizeMatMul", "Gelu", "DynamicQuantizeMatMul"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mode", "task"), [("int8-static", "cnn"), pytest.param("int8-dynamic", "transformer", marks=pytest.mark.slow)]
 )

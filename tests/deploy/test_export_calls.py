@@ -118,6 +118,7 @@ class Outputs(NamedTuple):
     states: tuple[Tensor, Tensor]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("forward", "names"),
     [
@@ -157,6 +158,7 @@ class Recurrent(nn.Module):
         return self.head(found.reshape(-1, 32)).view(*tokens.shape, 4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["pt2", "onnx"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_model_takes_sequences_of_any_length(form: str, kind: type[nn.RNNBase]) -> None:

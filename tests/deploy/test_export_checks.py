@@ -217,6 +217,7 @@ def test_a_model_in_torchscript_is_an_error_that_asks_for_the_module() -> None:
         export(scripted, torch.randn(2, 8), "torchscript")
 
 
+@pytest.mark.medium
 def test_numbers_that_a_form_does_not_have_are_said() -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name)

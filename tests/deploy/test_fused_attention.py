@@ -102,6 +102,7 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]
     return dict(zip(MASKS | OTHERS, found, strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_by_hand_is_one_operation(spelled: dict[str, Counter[str]], mask: str) -> None:
     assert spelled[mask]["scaled_dot_product_attention"] == 1
@@ -124,6 +125,7 @@ def test_attention_that_is_all_of_a_model_stays_as_it_was_written(tmp_path: Path
     assert found["softmax"] == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_attention_in_half_precision_is_one_operation_too(precision: str) -> None:
     exported = export(Attention("masked_fill"), torch.randn(2, 6, DIM), precision=precision)
@@ -131,6 +133,7 @@ def test_attention_in_half_precision_is_one_operation_too(precision: str) -> Non
     assert any("scaled_dot_product_attention" in target for target in targets)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["onnx", "openvino"])
 def test_other_forms_compute_the_same(form: str) -> None:
     pytest.importorskip({"onnx": "onnxruntime"}.get(form, form), reason="pip install it")
@@ -141,6 +144,7 @@ def test_other_forms_compute_the_same(form: str) -> None:
         torch.testing.assert_close(exported.load()(x)[0], model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_where_a_form_cannot_take_the_operation_the_file_has_what_the_model_spells_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

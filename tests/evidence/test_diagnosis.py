@@ -61,12 +61,14 @@ def test_nothing_is_found_in_a_healthy_run(tmp_path: Path) -> None:
     assert names(replace(run, header=replace(run.header, native_bf16=False))) == set()
 
 
+@pytest.mark.medium
 def test_a_slow_loader_is_found(tmp_path: Path) -> None:
     data = loader(data=Vectors(40, lambda: time.sleep(SLEEP_S)))
     run = trained(tmp_path, Trains(nn.Linear(8, 2)), data)
     assert found(run, "loader").says.startswith("waiting for data takes")
 
 
+@pytest.mark.medium
 def test_logging_at_every_step_is_found(tmp_path: Path) -> None:
     class Slow(CSVLogger):
         def log_metrics(self, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +79,7 @@ def test_logging_at_every_step_is_found(tmp_path: Path) -> None:
     assert found(run, "logging").says.startswith("logging every 1 step takes")
 
 
+@pytest.mark.medium
 def test_a_slow_callback_is_found(tmp_path: Path) -> None:
     class Sleeps(Callback):
         def on_train_batch_start(self, *args: Any) -> None:
@@ -93,6 +96,7 @@ def forgetful_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("forgetful_compiler")
 def test_recompiling_is_found(tmp_path: Path) -> None:
     data = DataLoader([torch.randn(length, 256) for length in range(2, 34)], batch_size=None)  # type: ignore[arg-type]

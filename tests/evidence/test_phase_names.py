@@ -132,6 +132,7 @@ def test_a_look_that_validation_has_spoilt_is_taken_at_the_next_step(tmp_path: P
     assert set(some.parts_ms) == {DATA, REST, *PARTS.values()}
 
 
+@pytest.mark.medium
 def test_what_comes_in_every_fourth_step_is_seen_in_a_fourth_of_them(tmp_path: Path) -> None:
     record = recorded(tmp_path, SleepsInOptimizer(), loader(256), accumulate_grad_batches=4)
     (some,) = record.steps
@@ -204,6 +205,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.medium
 def test_what_ranks_of_ddp_wait_for_each_other_is_communication(two_ranks: Path) -> None:
     found = read_record(two_ranks / "ddp").parts_ms()
     assert found[COMMUNICATION] > 0.5 * (found[BACKWARD] + found[COMMUNICATION])

@@ -72,6 +72,7 @@ def test_a_run_leaves_its_record_beside_its_logs(tmp_path: Path) -> None:
     assert read_record(tmp_path).path == path
 
 
+@pytest.mark.medium
 def test_every_line_is_an_event_by_the_schema(tmp_path: Path) -> None:
     lines = recorded(tmp_path, max_epochs=2).path.read_text().splitlines()
     for line in map(json.loads, lines):

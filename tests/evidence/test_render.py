@@ -122,6 +122,7 @@ def test_others_may_read_it(tmp_path: Path) -> None:
 # -- JSON, by a schema ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_the_schema_is_that_of_a_page() -> None:
     found = schema()
     if "description" not in found:
@@ -145,6 +146,7 @@ def test_json_knows_no_infinity() -> None:
 # -- whatever is in it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_names_and_texts_of_users_are_shown_and_never_markup() -> None:
     shown = Shown(to_html(page_of(everything(), peaks=PEAKS)))
     assert {"onclick"}.isdisjoint(name for _, attributes in shown.tags for name in attributes)
@@ -161,6 +163,7 @@ def test_markdown_has_no_element_of_a_users() -> None:
     assert "<b" not in text
 
 
+@pytest.mark.medium
 def test_it_needs_nothing_from_elsewhere() -> None:
     shown = Shown(to_html(page_of(everything(), peaks=PEAKS)))
     asked_for = [
@@ -172,6 +175,7 @@ def test_it_needs_nothing_from_elsewhere() -> None:
     assert [value for value in asked_for if not value.startswith(("#", "data:,"))] == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", FORMS)
 def test_a_huge_model_and_a_long_run_fit_in_two_megabytes(form: str) -> None:
     assert len(FORMS[form](page_of(huge(), peaks=PEAKS)).encode()) < 2_000_000
@@ -208,6 +212,7 @@ def test_predictions_and_what_they_have_come_to_are_in_a_table() -> None:
 # -- without matplotlib --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_without_matplotlib_there_are_tables_and_a_line_on_how_to_get_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     page = page_of(record_of(), peaks=PEAKS)
     with_charts = to_html(page)

@@ -47,6 +47,7 @@ def test_all_of_it_is_in_a_table_with_what_is_worse_named() -> None:
     assert ("2.50x (at least 2.25x)", 2.5) in table.rows[1]
 
 
+@pytest.mark.medium
 def test_the_page_has_a_plot_and_nothing_of_it_is_markup() -> None:
     page = page_of(replace(record_of(), served=served(form("<b>", 4.0, 0.02))))
     plot = charts.of(page)["served"]

@@ -116,6 +116,7 @@ def test_a_worker_that_ends_early_says_why() -> None:
         worker.ask("no numbers")
 
 
+@pytest.mark.medium
 def test_a_worker_that_does_not_answer_is_ended() -> None:
     with Worker(CONNECT + "parent = connect(); time.sleep(60)", patience_s=2) as worker:
         with pytest.raises(SubprocessError, match="did not answer within 2 s") as late:

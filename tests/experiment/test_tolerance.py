@@ -219,6 +219,7 @@ def test_a_candidate_that_is_not_in_doubt_takes_no_other_order_and_no_oracle(
     assert calls == 5  # each on a few samples and on all, and the original whether it takes a few
 
 
+@pytest.mark.medium
 @given(
     noise=st.floats(0, 1e-5),
     bias=st.floats(-3e-3, 3e-3),

@@ -177,6 +177,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "spill"

@@ -58,6 +58,7 @@ def cases(wanted: Callable[[Case], bool] = lambda case: True) -> list[Any]:
 # -- what processes hold that train -------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", cases(lambda case: case.vocab % case.processes == 0))
 def test_parameters_gradients_and_optimizer_states_are_as_the_formula_says(
     measured: Callable[[str], list[Measured]], name: str

@@ -129,6 +129,7 @@ def every_choice(found: Sequence[Stage]) -> list[dict[BlockCall, Policy]]:
     ]
 
 
+@pytest.mark.medium
 @settings(max_examples=300, deadline=None)
 @given(stages, st.integers(0, 40), st.integers(0, 300))
 def test_no_choice_within_the_budget_is_faster(found: list[Stage], floor: int, budget: int) -> None:

@@ -67,6 +67,7 @@ def test_a_step_that_does_not_come_to_its_end_leaves_nothing(when: str, to: str,
     assert torch.equal(x.grad, plain.grad)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("to", PLACES)
 def test_nothing_grows_in_sixty_steps(to: str, make: Make) -> None:
     offloader, task = make(to), TASKS["transformer"]
@@ -124,6 +125,7 @@ def test_nothing_is_made_before_it_is_needed(make: Make) -> None:
     assert offloader.stats.total_bytes == 0
 
 
+@pytest.mark.medium
 def test_a_forgotten_offloader_takes_its_thread_with_it(tmp_path: Path) -> None:
     offloader = Offloader(CPU, Offloading("disk", min_bytes=1, folder=str(tmp_path)))
     offloader.pack(torch.ones(1000))

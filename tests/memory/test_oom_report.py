@@ -36,6 +36,7 @@ SELECTIVE = Remedy("memory={'checkpoint': 'selective'}", "memory: {checkpoint: s
 FULL = Remedy("memory={'checkpoint': 'full'}", "memory: {checkpoint: full}", 0.2)
 
 
+@pytest.mark.medium
 def test_the_first_line_is_the_allocators_by_which_others_know_the_error() -> None:
     assert written(inventory(), []).split("\n")[0] == "CUDA out of memory. Tried to allocate 1.00 GiB."
 

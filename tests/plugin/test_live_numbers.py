@@ -39,6 +39,7 @@ def losses(
     return torch.tensor(model.losses, dtype=torch.float64)
 
 
+@pytest.mark.medium
 def test_losses_are_no_further_from_a_plain_runs_than_those_on_another_number_of_threads(
     make_trainer: MakeTrainer,
 ) -> None:

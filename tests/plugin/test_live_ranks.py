@@ -23,6 +23,7 @@ def ranks(folder: Path, run: str) -> list[Any]:
     return [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("run", ["faster on both", "faster on one", "too short"])
 def test_all_ranks_take_the_same_turns(folder: Path, run: str) -> None:
     first, second = ranks(folder, run)

@@ -282,6 +282,7 @@ def test_a_long_later_run_audits_what_it_remembers() -> None:
     assert model.seen[-1] == "off"
 
 
+@pytest.mark.medium
 def test_a_damaged_memory_is_said_and_not_used() -> None:
     with simulated(1.5) as time:
         fit(Timed(time), 200)

@@ -123,6 +123,7 @@ def test_a_plan_that_is_slower_goes_in_a_run_of_one_step_an_epoch() -> None:
     assert model.seen.count("on") < 60
 
 
+@pytest.mark.medium
 def test_saving_after_every_step_is_not_timed(took: list[float | None], tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     with simulated(SPEEDUP) as time:

@@ -53,6 +53,7 @@ def test_layers_made_in_configure_model_are_found(make_trainer: MakeTrainer) -> 
 
 
 # The same without the plugin, the second in torch 2.11.
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize("checkpointing", [pytest.param("off", marks=pytest.mark.slow), "full"])

@@ -208,6 +208,7 @@ def test_with_several_optimizers_a_limit_in_steps_is_told_in_turns() -> None:
     assert plugin.purse.steps == 4
 
 
+@pytest.mark.medium
 def test_plain_turns_correct_what_the_first_steps_have_told() -> None:
     class SlowAtFirst(Beginner):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -246,6 +247,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> type[Tried]:
     return Tried
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("steps", "is_tried"), [(1_000, True), (180, False)])
 def test_a_part_is_tried_where_the_run_can_pay_for_it(steps: int, is_tried: bool, tried: type[Tried]) -> None:
     with begun(2.0) as time:
@@ -264,6 +266,7 @@ def test_a_part_that_nothing_would_be_left_to_judge_with_is_not_tried(tried: typ
     assert not tried.tried_at
 
 
+@pytest.mark.medium
 def test_what_a_trial_took_is_paid_from_the_purse(tried: type[Tried]) -> None:
     with begun(2.0) as time:
         tried.time = time
@@ -271,6 +274,7 @@ def test_what_a_trial_took_is_paid_from_the_purse(tried: type[Tried]) -> None:
     assert plugin.purse.spent_s["trials of parts"] == pytest.approx(4 * STEP_S, rel=0.2)
 
 
+@pytest.mark.medium
 def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
     tried: type[Tried], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +340,7 @@ def test_it_is_not_tried_where_nothing_was_earned(
     assert not tried.tried_at
 
 
+@pytest.mark.medium
 def test_where_nothing_was_earned_it_waits_until_the_run_can_pay(
     tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +354,7 @@ def test_where_nothing_was_earned_it_waits_until_the_run_can_pay(
     assert model.seen[-100:].count("on") > 90
 
 
+@pytest.mark.medium
 def test_what_has_waited_is_tried_in_the_number_format_of_the_plan(
     tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +413,7 @@ class Counting(Beginner):
         self.paid_s.append(sum(plugin.purse.spent_s.values()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 550), (300, 1_600), (1_000, 1_600)])
 def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
     steps: int, unpaid_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -432,6 +439,7 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
     assert plugin.purse.spent_s["logging"] > 0
 
 
+@pytest.mark.medium
 def test_the_report_tells_of_logging_among_what_was_paid(tmp_path: Path) -> None:
     with begun(0.7) as time, calls_take_time(time):
         plugin = fit(Beginner(time), 1_200, logger=CSVLogger(tmp_path), accel={"report": True})
@@ -442,6 +450,7 @@ def test_the_report_tells_of_logging_among_what_was_paid(tmp_path: Path) -> None
 # -- many fits of one program -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_the_next_fit_of_a_program_begins_with_what_was_proven() -> None:
     for _ in range(2):
         with begun(2.0) as time:  # which the model holds
@@ -450,6 +459,7 @@ def test_the_next_fit_of_a_program_begins_with_what_was_proven() -> None:
     assert model.seen[0] == "on"
 
 
+@pytest.mark.medium
 def test_the_next_fit_of_a_program_in_which_nothing_was_faster_does_not_look() -> None:
     for _ in range(2):
         with begun(0.7) as time:
@@ -458,6 +468,7 @@ def test_the_next_fit_of_a_program_in_which_nothing_was_faster_does_not_look() -
     assert set(model.seen) == {"plain"}
 
 
+@pytest.mark.medium
 def test_one_that_is_twice_as_long_looks_again() -> None:
     for steps in (1_000, 2_000):
         with begun(0.7) as time:
@@ -494,6 +505,7 @@ def test_a_fit_of_much_larger_batches_is_not_taken_to_be_as_short() -> None:
     assert "on" in model.seen
 
 
+@pytest.mark.medium
 def test_a_short_fit_that_remembers_leaves_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in (1_000, 250, 250):
         monkeypatch.setattr(met_programs, "PROGRAMS", {})  # as another process has it
@@ -527,6 +539,7 @@ def test_a_validation_that_begins_slowly_is_no_step() -> None:
     assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
 
 
+@pytest.mark.medium
 def test_a_test_after_a_fit_in_which_nothing_was_faster_is_plain() -> None:
     class Tested(Beginner):
         def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -542,6 +555,7 @@ def test_a_test_after_a_fit_in_which_nothing_was_faster_is_plain() -> None:
     assert model.seen == ["plain"] * 3
 
 
+@pytest.mark.medium
 def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with begun(2.0) as time:
         fit(Beginner(time), 1_000)
@@ -553,6 +567,7 @@ def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: py
     assert model.seen.count("on") > 60
 
 
+@pytest.mark.medium
 def test_a_resumed_run_goes_on_with_its_plan(tmp_path: Path) -> None:
     with begun(2.0) as time:
         trainer_of: dict[str, Any] = {"enable_checkpointing": False, "max_epochs": 1}
@@ -637,6 +652,7 @@ class Tight(Beginner):
         return self.layer(self.blocks(batch[0])).square().mean()
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("_limited")
 @pytest.mark.filterwarnings("ignore:out of memory:lightning_accel.AccelWarning")
 @pytest.mark.parametrize(("steps", "state"), [(100, "decided"), (20, "left out")], ids=["starts", "stays plain"])

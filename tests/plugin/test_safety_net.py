@@ -546,6 +546,7 @@ def ranks(folder: Path) -> Callable[[str, int], dict[str, Any]]:
     return lambda run, rank: json.loads((folder / f"{run}.{rank}.json").read_text())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("plain")])
 def test_a_rank_that_repeats_a_step_stays_with_the_others(
     ranks: Callable[[str, int], dict[str, Any]], name: str

@@ -26,6 +26,7 @@ def of_rank(folder: Path, run: str, rank: int) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "run",

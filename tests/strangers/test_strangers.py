@@ -58,6 +58,7 @@ def _steady() -> list[object]:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("training", "case"), _each())
 def test_it_is_the_run_that_it_is_without_us(training: Training, case: str) -> None:
     found = differs(training, case)

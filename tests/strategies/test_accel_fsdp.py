@@ -19,6 +19,7 @@ def changed(said: dict[str, Any], technique: str) -> list[str]:
     return list(said["techniques"][technique]["applied"])
 
 
+@pytest.mark.medium
 def test_blocks_are_sharded_one_by_one_and_the_rest_as_a_whole(said: Said) -> None:
     sharding = said("blocks_are_sharded")[0]["sharding"]
     assert (sharding["units"], sharding["roots"], sharding["left"]) == (BLOCKS, ("",), {})

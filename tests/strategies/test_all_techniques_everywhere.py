@@ -60,6 +60,7 @@ def losses(row: Row, folder: Path) -> torch.Tensor:
     return torch.tensor([left_by(row, rank, folder)["losses"] for rank in range(row.world_size)]).mean(0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("technique", "way"), EACH)
 def test_losses_and_weights_are_those_of_a_plain_run(technique: str, way: str, folder: Path) -> None:
     runs, expected = ways(technique)[way]

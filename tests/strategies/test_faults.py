@@ -64,6 +64,7 @@ def of(faults: list[Fault]) -> pytest.MarkDecorator:
 each_kill, each_requeue, each = of(KILLS), of(REQUEUES), of(KILLS + REQUEUES)
 
 
+@pytest.mark.medium
 @each_kill
 def test_the_rank_that_is_left_names_the_one_that_was_killed(folder: Path, fault: Fault) -> None:
     assert fault.killed is not None

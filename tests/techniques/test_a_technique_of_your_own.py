@@ -233,6 +233,7 @@ class Calm(Technique):
 """
 
 
+@pytest.mark.medium
 def test_an_installed_package_brings_its_technique_by_an_entry_point(tmp_path: Path) -> None:
     (tmp_path / "calm.py").write_text(PACKAGE)
     metadata = tmp_path / "calm-1.0.dist-info"

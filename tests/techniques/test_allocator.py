@@ -119,6 +119,7 @@ def counts(line: str) -> list[int]:
     return [int(count) for count in line.split()]
 
 
+@pytest.mark.medium
 def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(loops: dict[str, dict[str, str]]) -> None:
     assert sum(counts(loops["plain"]["counts"])[2:]) > PAGES_A_TENSOR
 
@@ -256,6 +257,7 @@ handle.undo()
     assert told["expandable"] == ["True", "as PYTORCH_ALLOC_CONF=expandable_segments:True has it"]
 
 
+@pytest.mark.medium
 def test_what_is_kept_goes_back_where_it_is_much_more_than_a_step_takes() -> None:
     """Steps that are larger for a while, or that leave gaps, are not paid for until the run ends."""
     program = """

@@ -112,6 +112,7 @@ class Small(nn.Module):
         return x + self.dropout(torch.tanh(self.scale * x))
 
 
+@pytest.mark.medium
 def test_a_compiled_run_has_the_plain_runs_losses_dropout_included() -> None:
     host = Host.detect("cpu")
     if host.compiler is None:

@@ -87,6 +87,7 @@ def said(trainer: Trainer) -> str:
     return plugin.report.of("loader").status
 
 
+@pytest.mark.medium
 def test_a_run_with_workers_is_the_run_without_them_to_the_bit() -> None:
     _, plain = fit({}, loader())
     after = torch.rand(1)
@@ -114,6 +115,7 @@ def _doubled(xp: Any, batch: Any) -> Any:
     return batch * 2
 
 
+@pytest.mark.medium
 def test_behind_a_pipeline_it_is_the_same_run() -> None:
     settings = {"preprocess": [Map(_doubled)]}
     _, plain = fit(settings, loader())

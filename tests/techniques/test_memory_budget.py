@@ -27,6 +27,7 @@ def test_the_peak_of_a_step_keeps_to_the_budget(plain: tuple[int, int], share: f
     assert loop.plan.measured_peak_bytes == loop.peak_bytes()
 
 
+@pytest.mark.medium
 def test_less_memory_is_more_recomputation(plain: tuple[int, int]) -> None:
     recomputed = []
     for share in (1.1, 0.8, 0.6, 0.4):

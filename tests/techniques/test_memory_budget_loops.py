@@ -176,6 +176,7 @@ def test_with_a_disk_smaller_budgets_fit(plain: tuple[int, int]) -> None:
 # -- what gets in the way --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_beside_another_profiler_every_block_recomputes_and_a_warning_says_why() -> None:
     loop = Loop(Stack(), "1GiB")
     with profile(), pytest.warns(AccelWarning, match="another profiler is at work"):
@@ -289,6 +290,7 @@ def test_deterministic_runs_plan_alike(plain: tuple[int, int], determinism_resto
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.medium
 def test_undone_in_the_middle_of_planning_nothing_is_left() -> None:
     for steps in range(SETTLED):
         loop = Loop(Stack(), "1GiB")

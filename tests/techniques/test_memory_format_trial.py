@@ -61,6 +61,7 @@ def test_dropout_draws_what_it_would_have_drawn() -> None:
     handle.undo()
 
 
+@pytest.mark.medium
 def test_a_batch_of_one_in_bfloat16_on_a_cpu_is_left_alone() -> None:
     """oneDNN: the kernels for it crash the interpreter as it ends, hence a process of its own."""
     program = (

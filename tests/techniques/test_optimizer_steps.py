@@ -366,6 +366,7 @@ def test_one_that_comes_after_the_arm_was_chosen_does_as_the_others() -> None:
     handle.undo()
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method")
 def test_a_compiled_step_is_the_compilers_to_fuse_and_compiled_once() -> None:
     plain, loop = plain_and("fused", AdamW)

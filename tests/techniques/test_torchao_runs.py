@@ -31,6 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.medium
 def test_two_ranks_keep_the_same_weights(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["both"]["weights"] == ranks[1]["both"]["weights"]
     assert ranks[0]["both"]["losses"] != ranks[1]["both"]["losses"]  # of batches of their own

@@ -149,6 +149,7 @@ def test_two_runs_have_to_agree_on_what_is_worth_more_than_5_percent(
     assert benchmark("tuning").agreement(first, second, SECONDS) == said
 
 
+@pytest.mark.medium
 def test_on_a_gpu_a_model_whose_package_is_missing_is_left_out(
     benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_ordinary_models_can_be_described_while_they_train() -> None:
     assert described(other) != described(model)
 
 
+@pytest.mark.medium
 def test_another_process_finds_the_same_words() -> None:
     """Whatever it orders sets by, and wherever it puts its objects."""
     program = (

@@ -22,6 +22,7 @@ def test_a_gain_of_a_ninth_is_found_in_400_turns_though_its_switch_is_dear(noise
     assert sum(bool(tuning.choices) for tuning in found) >= 80
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("noise", [0.03, 0.05])
 def test_it_is_found_beside_arms_that_gain_nothing(noise: float) -> None:
     found = settled({"layout": 1.11, "copies": 1.0, "attention": 1.0}, 400, noise=noise, runs=100)
@@ -36,6 +37,7 @@ def test_a_plan_that_won_as_a_whole_holds_where_no_arm_can_be_told_by_itself() -
     assert any(len(tuning.choices) == 3 for tuning in won)
 
 
+@pytest.mark.medium
 def test_of_runs_in_which_nothing_is_faster_hardly_any_ends_with_a_winner() -> None:
     found = settled({"layout": 1.0, "copies": 1.0, "attention": 1.0}, 300, noise=0.04, runs=300)
     assert sum(bool(tuning.choices) for tuning in found) <= 6  # 3 is what is allowed on average

@@ -233,6 +233,7 @@ def test_a_rehearsal_adds_to_a_cache_what_the_call_itself_adds() -> None:
 
 
 # In transformers 4.57 torch itself makes a Function within what Dynamo captures.
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("family", "switched"), [("bert", False), ("llama", True)], ids=["by call", "switched"])
 def test_it_compiles_to_one_graph_with_the_same_outputs_for_queries_that_see_no_key(

@@ -82,10 +82,12 @@ class Scaled(torch.autograd.Function):
         return gradient * ctx.by, None
 
 
+@pytest.mark.medium
 def test_a_kernel_with_that_error_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(sdpa, monkeypatch) == {}
 
 
+@pytest.mark.medium
 def test_a_kernel_with_a_larger_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(call: AttentionCall) -> Tensor:
         return sdpa(replace(call, query=Scaled.apply(call.query, 3.0)))
@@ -93,5 +95,6 @@ def test_a_kernel_with_a_larger_one_is_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert "other numbers than the original" in trained(wrong, monkeypatch)["blocks.1.attn"]
 
 
+@pytest.mark.medium
 def test_a_kernel_whose_results_are_off_as_much_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "other numbers than the original" in trained(lambda call: sdpa(call) * 1.04, monkeypatch)["blocks.1.attn"]

@@ -194,6 +194,7 @@ def test_other_numbers_are_refused_whatever_the_setting(monkeypatch: pytest.Monk
     handle.undo()
 
 
+@pytest.mark.medium
 def test_a_new_length_is_decided_again_once_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack(FOUND["causal_buffer"], depth=2)
     plain = copy.deepcopy(model)
@@ -210,6 +211,7 @@ def test_a_new_length_is_decided_again_once_for_its_class(monkeypatch: pytest.Mo
     handle.undo()
 
 
+@pytest.mark.medium
 def test_a_deterministic_run_never_asks_the_clock(monkeypatch: pytest.MonkeyPatch, determinism_restored: None) -> None:
     timed = clock(monkeypatch, speed=0.1)
     torch.use_deterministic_algorithms(True)

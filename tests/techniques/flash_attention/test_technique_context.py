@@ -43,6 +43,7 @@ def test_on_a_gpu_selective_checkpointing_goes_on_top(kind: type[nn.Module]) -> 
     handle.undo()
 
 
+@pytest.mark.medium
 def test_a_checkpointed_block_runs_fused_when_it_is_recomputed_too() -> None:
     model = Stack(Layer, depth=3)
     handle, x = start(model, gradient_checkpointing="full"), batch()
@@ -55,6 +56,7 @@ def test_a_checkpointed_block_runs_fused_when_it_is_recomputed_too() -> None:
     handle.undo()
 
 
+@pytest.mark.medium
 def test_a_model_compiled_over_it_computes_the_same() -> None:
     model = Stack(Layer)
     plain, handle, x = copy.deepcopy(model), start(model), batch()
@@ -73,6 +75,7 @@ def test_a_model_compiled_from_outside_is_left_to_the_compiler_and_the_report_sa
     handle.undo()
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own code generator
 def test_blocks_that_the_plan_compiles_are_fused_in_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.backends.debugging import aot_eager

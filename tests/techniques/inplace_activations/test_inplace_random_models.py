@@ -153,6 +153,7 @@ def test_the_draw_has_both_what_is_safe_and_what_is_not() -> None:
     assert all(word in sources for word in ("lambda", "seen", "kept", "next(map", "checkpoint", "no_grad", "finally"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in (1, 2))])
 def test_models_drawn_at_random_compute_the_same(block: int) -> None:
     in_place = sum(compare(seed) for seed in range(100 * block, 100 * block + 100))

@@ -172,6 +172,7 @@ def test_logits_that_a_training_step_returns_are_there_for_callbacks(make_traine
     assert "holds them after the step" in ours.report.refused("loss")["model.head"]
 
 
+@pytest.mark.medium
 def test_on_two_ranks_averaged_gradients_are_those_of_plain_runs(tmp_path: Path) -> None:
     """Under DistributedDataParallel; with tied weights, and where it looks for unused parameters in its output."""
     run_script(SUPPORT / "loss_ranks.py", tmp_path)

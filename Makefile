@@ -34,7 +34,7 @@ TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist lo
 test: $(STAMP)  ## The tests of less than a second that need no GPU, two at a time (4 to 6 minutes on 2 slow cores; WORKERS=n: n at a time)
 	$(TEST)
 
-test-medium: $(STAMP)  ## The tests of one to ten seconds, and those that wait for several processes (5 minutes)
+test-medium: $(STAMP)  ## The tests of one to ten seconds, and those that wait for several processes (7 minutes on 2 slow cores)
 	$(TEST) -m "medium and not gpu and not slow"
 
 test-slow: $(STAMP)  ## The tests over ten seconds each, and second and third variants of others

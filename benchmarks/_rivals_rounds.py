@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -10,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,28 @@ class Options:
         models_s = sum(CASES[name].sizes[self.device].step_ms for name in self.models) / 1e3 * self.steps
         setup_s = sum(SIDES[side].setup_s + STARTS_S for side in self.sides)
         return self.rounds * (models_s * len(self.sides) + setup_s * len(self.models))
+
+
+def add_choices(parser: argparse.ArgumentParser, sides: Sequence[str]) -> None:
+    """Adds ``--models``, ``--sides``, ``--steps``, ``--rounds``; names that do not exist end the program.
+
+    Args:
+        parser: Of the program.
+        sides: That are measured where none is named.
+    """
+
+    def of(known: Mapping[str, Any]) -> Callable[[str], list[str]]:
+        def names(text: str) -> list[str]:
+            if unknown := {*text.split(",")} - {*known}:
+                raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)}")
+            return text.split(",")
+
+        return names
+
+    parser.add_argument("--models", type=of(CASES), default=list(CASES), metavar=",".join(CASES))
+    parser.add_argument("--sides", type=of(SIDES), default=list(sides), metavar=",".join(SIDES))
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1)
 
 
 @dataclass(frozen=True, kw_only=True)

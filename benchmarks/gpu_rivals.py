@@ -2,6 +2,7 @@
 
     LIMIT_S=5400 make gpu-bench PYTHON=python3 ONLY=rivals    # the machine's own torch and tools
     python benchmarks/gpu_rivals.py --out docs/results        # the package installed
+        [--models gpt,cnn] [--sides plain,hand,accel] [--steps 1000] [--rounds 1]
 
 A tool that is not installed is left out, and said. The device is waited for after the steps whose time is told, and
 nowhere else. All of it takes over an hour; what is measured is written after each run, so that what a shorter limit
@@ -11,8 +12,7 @@ leaves is whole as far as it goes. pytorch-autotune, whose trials are for such d
 from __future__ import annotations
 
 from _gpu import arguments, is_possible, table, write
-from _rivals_cases import CASES
-from _rivals_rounds import Measured, Options, measure
+from _rivals_rounds import Measured, Options, add_choices, measure
 from _rivals_sides import SIDES
 from _rivals_tables import columns, missing, rows, verdict_columns, verdicts
 
@@ -26,13 +26,12 @@ def tables(measured: Measured) -> str:
 
 def main() -> None:
     parser = arguments("Measure AccelPlugin() beside its rivals on a GPU.")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=1)
+    add_choices(parser, [name for name, side in SIDES.items() if side.by_default or name == "autotune"])
     args = parser.parse_args()
     if not is_possible(args):
         return
-    sides = [name for name, side in SIDES.items() if side.by_default or name == "autotune"]
-    options = Options(models=list(CASES), sides=sides, steps=args.steps, rounds=args.rounds, device="cuda")
+    chosen = {"models": args.models, "sides": args.sides, "steps": args.steps, "rounds": args.rounds}
+    options = Options(**chosen, device="cuda")
     if args.dry_run:
         options = Options(models=["mlp"], sides=["plain", "thunder"], steps=3, rounds=1)
     print(f"about {options.estimate_s() / 60:.0f} minutes, if nothing else computes", flush=True)

@@ -22,15 +22,11 @@ from contextlib import redirect_stdout
 
 from _measure import publish
 from _rivals_cases import CASES
-from _rivals_rounds import Measured, Options, measure
+from _rivals_rounds import Measured, Options, add_choices, measure
 from _rivals_sides import SIDES
 from _rivals_tables import columns, missing, rows, verdict_columns, verdicts
 
 BY_DEFAULT = [name for name, side in SIDES.items() if side.by_default]
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def write(measured: Measured, command: str) -> None:
@@ -41,15 +37,10 @@ def write(measured: Measured, command: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=names, default=list(CASES), metavar=",".join(CASES))
-    parser.add_argument("--sides", type=names, default=BY_DEFAULT, metavar=",".join(SIDES))
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=1)
+    add_choices(parser, BY_DEFAULT)
     parser.add_argument("--python", action="append", default=[], metavar="SIDE=PATH", help="the interpreter of a side")
     parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="after which a run is cut off")
     chosen, _ = parser.parse_known_args()
-    if unknown := {*chosen.models} - {*CASES} | {*chosen.sides} - {*SIDES}:
-        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join([*CASES, *SIDES])}")
     options = Options(
         models=chosen.models,
         sides=chosen.sides,

@@ -18,6 +18,7 @@ from support.live_runs import Speed, Timed, fit, simulated
 from support.measured_runs import Model
 
 
+@pytest.mark.medium
 def test_a_run_says_where_it_settles_and_what_has_come_of_it(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     with heard() as lines, simulated(1.5) as time:
@@ -56,6 +57,7 @@ class Wanes(Timed):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.medium
 def test_what_is_found_on_the_way_is_in_the_report_and_not_on_the_console() -> None:
     with heard() as lines, simulated(1.5) as time:
         plugin = fit(Wanes(time), 700)

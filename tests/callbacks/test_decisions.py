@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel import AccelPlugin
@@ -64,6 +65,7 @@ def test_a_trial_is_told_when_it_has_been_decided_and_the_plan_when_it_changes()
     assert found.new(20) == [PlanHeld(choices={"compile": "on"}, whole=won, is_settled=True, step=20)]
 
 
+@pytest.mark.medium
 def test_sites_of_a_killed_run_are_known(tmp_path: Path) -> None:
     plugin = AccelPlugin(precision="32-true", memory={"checkpoint": "full"}, techniques={"flash_attention": "sdpa"})
     make_trainer(tmp_path, plugin).fit(Supervised(Transformer()), tokens())
@@ -82,6 +84,7 @@ def _is_steps(line: str) -> bool:
     return line.startswith('{"kind": "steps"')
 
 
+@pytest.mark.medium
 def test_live_trials_of_a_killed_run_are_on_its_page(tmp_path: Path) -> None:
     with simulated(1.5) as time:
         fit_live(Timed(time), logger=CSVLogger(tmp_path), callbacks=[SpeedMemoryLogger()])

@@ -77,6 +77,7 @@ def test_a_text_is_written_where_the_run_settles_and_at_its_end(run: tuple[Path,
     assert "## Where a step's time goes" in late
 
 
+@pytest.mark.medium
 def test_the_hparams_tab_shows_what_is_on_and_what_came_of_it(run: tuple[Path, Path]) -> None:
     assert hparams_of(run[0] / "accel").items() >= {"accel/precision": "32-true", "accel/speed": "auto"}.items()
     assert "off" not in hparams_of(run[0] / "accel").values()
@@ -142,6 +143,7 @@ def with_hparams(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(board.log_dir)
 
 
+@pytest.mark.medium
 def test_a_modules_own_hyperparameters_are_all_that_the_hparams_tab_shows(with_hparams: Path) -> None:
     assert hparams_of(with_hparams) == {"lr": 0.1}
     assert "hp_metric" in events(with_hparams).Tags()["scalars"]

@@ -114,6 +114,7 @@ def test_a_run_that_raises_has_a_report_that_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("# Ended after 5 steps: ValueError: no more")
 
 
+@pytest.mark.medium
 def test_live_trials_are_in_it_with_the_step_at_which_they_had_settled(tmp_path: Path) -> None:
     with simulated(1.5) as time:
         fit_live(Timed(time), logger=CSVLogger(tmp_path), callbacks=[SpeedMemoryLogger()])

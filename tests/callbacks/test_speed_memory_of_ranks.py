@@ -39,6 +39,7 @@ def test_every_rank_has_the_numbers_of_all(two_ranks: Path) -> None:
     assert set(read_rank(two_ranks, 0)["logged"]) == ALWAYS_LOGGED | LOGGED_BY_SEVERAL_RANKS
 
 
+@pytest.mark.medium
 def test_advice_is_that_of_rank_0(two_ranks: Path) -> None:
     """Ranks wait together, but each for a loader of its own: one run must not be given two kinds of advice."""
     advice = read_rank(two_ranks, 0)["advice"]
@@ -46,6 +47,7 @@ def test_advice_is_that_of_rank_0(two_ranks: Path) -> None:
     assert read_rank(two_ranks, 1)["advice"] == advice
 
 
+@pytest.mark.medium
 def test_ranks_are_put_together(two_ranks: Path) -> None:
     for epoch in read_rank(two_ranks, 0)["history"]:
         assert (epoch["world_size"], epoch["steps"], epoch["samples"]) == (2, 4, 4 * (1 + 2))
@@ -55,6 +57,7 @@ def test_ranks_are_put_together(two_ranks: Path) -> None:
         assert epoch["tflops"] == pytest.approx(2 * epoch["flops_per_step"] * epoch["steps_per_sec"] / 1e12)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("run", ["slow loader", "slow forward"])
 def test_the_rank_that_the_others_wait_for_is_named(two_ranks: Path, run: str) -> None:
     said = read_rank(two_ranks, 0)[run]
@@ -64,6 +67,7 @@ def test_the_rank_that_the_others_wait_for_is_named(two_ranks: Path, run: str) -
     assert "latest at backward rank 1: p95" in said["line"]
 
 
+@pytest.mark.medium
 def test_rank_zero_writes_for_all(two_ranks: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -128,6 +132,7 @@ def test_percentiles_of_a_million_steps_are_kept_by_a_few_thousand() -> None:
     assert speed.step_ms_p95 == pytest.approx(950_000, rel=1e-3)
 
 
+@pytest.mark.medium
 def test_the_report_of_several_ranks_is_one_and_says_who_held_up_the_others(two_ranks: Path) -> None:
     record = read_record(two_ranks / "board")
     page = page_of(record)

@@ -32,6 +32,7 @@ def test_an_operation_in_place_saves_its_result_and_an_out_that_has_to_be_held_s
     assert found["the operation adds a tensor"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.medium
 def test_a_training_step_in_place_takes_less_where_its_activations_save_what_they_were_given() -> None:
     fresh, inplace = (
         row_09_inplace_memory.peak_step_bytes(row_09_inplace_memory.training_step(torch.nn.LeakyReLU, on))

@@ -142,6 +142,7 @@ def test_they_take_turns_after_a_first_run_of_each(repository: Repository, said:
     assert "too few runs for an interval" in out
 
 
+@pytest.mark.medium
 def test_options_stand_anywhere_and_all_else_is_the_programs(repository: Repository) -> None:
     given = ["train.py", "--lr", "1", "--runs", "1", "-x", "two words", "--against", "main", "--", "--runs", "7"]
     assert main(["bench", *given]) == 0
@@ -191,12 +192,14 @@ def test_a_program_that_leaves_no_record_says_what_it_needs(repository: Reposito
     assert "left no record: its Trainer needs AccelPlugin() in its plugins or SpeedMemoryLogger()" in said()[1]
 
 
+@pytest.mark.medium
 def test_different_models_are_not_compared(repository: Repository, said: Said) -> None:
     repository.speed(model="mine.Other")
     assert main(["bench", "train.py", "--against", "main", "--runs", "1"]) == 2
     assert "The model is not the same" in said()[1]
 
 
+@pytest.mark.medium
 def test_the_same_code_is_called_so(repository: Repository, said: Said) -> None:
     found = found_by(said, "--runs", "1")
     assert found["b"].endswith(", the same code)")

@@ -100,6 +100,7 @@ def test_yaml_switches_are_understood_bare(switch: str) -> None:
     assert plan.compile == ("on" if switch in ("on", "true") else "off")
 
 
+@pytest.mark.medium
 def test_trains_and_saves_a_configuration_that_trains_again() -> None:
     arguments = [*QUIET, "--trainer.max_steps=1", "--trainer.default_root_dir=run", "--accel.precision=32-true"]
     first = AccelCLI(BoringModel, args=["fit", *arguments])

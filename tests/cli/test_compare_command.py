@@ -31,6 +31,7 @@ def runs(tmp_path: Path) -> Callable[..., str]:
     return trained
 
 
+@pytest.mark.medium
 def test_two_runs_are_shown_beside_each_other(runs: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", runs("a", sleeps(20)), runs("b", sleeps(5))]) == 0
     shown = capsys.readouterr().out

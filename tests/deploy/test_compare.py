@@ -53,6 +53,7 @@ def test_every_form_is_measured_beside_the_original(found: Comparison) -> None:
     assert found.forms["eager"].speedup == RatioInterval(1.0, 1.0, 1.0)
 
 
+@pytest.mark.medium
 def test_accuracy_has_an_interval_and_its_drop_one_over_the_same_samples(found: Comparison) -> None:
     eager, int8 = (found.forms[name].scores["MulticlassAccuracy"] for name in ("eager", "int8-dynamic"))
     assert (eager.value, eager.drop, eager.drop_low, eager.drop_high) == (1.0, 0.0, 0.0, 0.0)
@@ -60,6 +61,7 @@ def test_accuracy_has_an_interval_and_its_drop_one_over_the_same_samples(found: 
     assert int8.drop_low <= int8.drop <= int8.drop_high
 
 
+@pytest.mark.medium
 def test_numerical_errors_are_those_of_the_numbers_that_a_form_computes_in(found: Comparison) -> None:
     errors = {name: form.error for name, form in found.forms.items()}
     assert errors["eager"] == 0
@@ -67,6 +69,7 @@ def test_numerical_errors_are_those_of_the_numbers_that_a_form_computes_in(found
     assert errors["int8-dynamic"] == pytest.approx(errors["torchscript+int8-dynamic"], rel=0.1)
 
 
+@pytest.mark.medium
 def test_what_is_not_installed_is_left_out_with_the_mend(found: Comparison) -> None:
     if "tensorrt" in found.forms:
         pytest.skip("torch_tensorrt is here")
@@ -81,12 +84,14 @@ def test_what_loses_too_much_is_left_out_with_the_layer_where_that_begins() -> N
     assert "It begins in '1', Linear" in compared.left_out["fp16"]
 
 
+@pytest.mark.medium
 def test_json_holds_it_all(found: Comparison) -> None:
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert told["recommended"] == found.recommended
     assert told["forms"]["int8-dynamic"]["scores"]["MulticlassAccuracy"]["value"] > 0.5
 
 
+@pytest.mark.medium
 def test_it_is_printed_as_a_table(found: Comparison) -> None:
     first, eager, *others = str(found).splitlines()
     assert first.split()[:6] == ["form", "p50", "ms", "p95", "p99", "speed"]
@@ -108,6 +113,7 @@ def test_a_form_that_drops_a_metric_is_worse_and_not_recommended() -> None:
     assert "1 dropped a metric by more than 1e-09" in found.why
 
 
+@pytest.mark.medium
 def test_the_fastest_is_recommended_and_the_smaller_of_two_that_are_as_fast(found: Comparison) -> None:
     from dataclasses import replace
 

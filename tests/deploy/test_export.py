@@ -86,6 +86,7 @@ def bytes_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", QUICK)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_form_computes_the_same_for_other_batches_and_sequences(form: str, task: str) -> None:

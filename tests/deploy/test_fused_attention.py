@@ -109,6 +109,7 @@ def test_attention_by_hand_is_one_operation(spelled: dict[str, Counter[str]], ma
     assert spelled[mask]["softmax"] == spelled[mask]["matmul"] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mask", OTHERS)
 def test_what_is_not_quite_attention_stays_as_it_was_written(spelled: dict[str, Counter[str]], mask: str) -> None:
     assert spelled[mask]["scaled_dot_product_attention"] == 0

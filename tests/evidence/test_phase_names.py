@@ -212,6 +212,7 @@ def test_what_ranks_of_ddp_wait_for_each_other_is_communication(two_ranks: Path)
     assert found[COMMUNICATION] > 5
 
 
+@pytest.mark.medium
 def test_what_ranks_of_fsdp_wait_for_each_other_is_communication(two_ranks: Path) -> None:
     """The first rank asks for the weights that the second, which sleeps before its step, is to send."""
     found = read_record(two_ranks / "fsdp").parts_ms()
@@ -219,12 +220,14 @@ def test_what_ranks_of_fsdp_wait_for_each_other_is_communication(two_ranks: Path
     assert found[COMMUNICATION] > 5
 
 
+@pytest.mark.medium
 def test_a_trace_of_fsdp_names_its_communication(two_ranks: Path) -> None:
     (trace,) = two_ranks.rglob("trace-*-rank0.json.gz")
     inside = {"forward", "backward"}
     assert {COMMUNICATION, *inside} <= set(names(read(trace)))
 
 
+@pytest.mark.medium
 def test_the_page_names_the_rank_that_holds_up_the_others(two_ranks: Path) -> None:
     page = page_of(read_record(two_ranks / "ddp"))
     (epoch,) = page.epochs

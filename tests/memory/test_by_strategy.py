@@ -70,6 +70,7 @@ def test_parameters_gradients_and_optimizer_states_are_as_the_formula_says(
         assert rank.optimizer_bytes == formula.optimizer_bytes
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", cases(lambda case: case.vocab % case.processes != 0))
 def test_a_weight_that_cannot_be_divided_evenly_costs_a_row(
     measured: Callable[[str], list[Measured]], name: str
@@ -78,6 +79,7 @@ def test_a_weight_that_cannot_be_divided_evenly_costs_a_row(
     assert 0 < most - expected(CASES[name]).parameters_bytes < 4 * WIDTH
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", cases())
 def test_the_peak_of_a_step_is_as_the_formula_says(measured: Callable[[str], list[Measured]], name: str) -> None:
     formula = expected(CASES[name])
@@ -92,6 +94,7 @@ def test_the_peak_of_a_step_is_as_the_formula_says(measured: Callable[[str], lis
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_process_holds_its_share(measured: Callable[[str], list[Measured]], processes: int) -> None:
     (one,) = measured("accel on 1")

@@ -41,6 +41,7 @@ def test_the_first_line_is_the_allocators_by_which_others_know_the_error() -> No
     assert written(inventory(), []).split("\n")[0] == "CUDA out of memory. Tried to allocate 1.00 GiB."
 
 
+@pytest.mark.medium
 def test_the_largest_part_comes_first() -> None:
     lines = written(inventory(), []).split("\n")
     at = lines.index("What held it, of 12.0 GiB on cuda:0:")

@@ -15,7 +15,7 @@ import pytest
 from support.plugin.two_ranks import RUNS, SLOW, train, weights
 from support.scripts import SUPPORT, run_script
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.medium]
 
 # Their numbers are those of "channels_last" or "attention" once their layout is taken back, or given up.
 SHOWN_BY_OTHERS = ("views, no rebuilt buckets", "refused by rank 0", "attention, by the clock", "accel_ddp, views")

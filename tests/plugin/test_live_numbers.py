@@ -17,7 +17,7 @@ from support.lightning_models import Supervised
 from support.live_runs import Speed, Timed, fit, simulated
 from support.models import TinyTransformer
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.medium]
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -39,7 +39,6 @@ def losses(
     return torch.tensor(model.losses, dtype=torch.float64)
 
 
-@pytest.mark.medium
 def test_losses_are_no_further_from_a_plain_runs_than_those_on_another_number_of_threads(
     make_trainer: MakeTrainer,
 ) -> None:

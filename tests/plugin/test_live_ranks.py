@@ -10,6 +10,8 @@ import pytest
 
 from support.scripts import SUPPORT, run_script
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,7 +25,6 @@ def ranks(folder: Path, run: str) -> list[Any]:
     return [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("run", ["faster on both", "faster on one", "too short"])
 def test_all_ranks_take_the_same_turns(folder: Path, run: str) -> None:
     first, second = ranks(folder, run)

@@ -85,6 +85,7 @@ def test_a_run_that_has_not_settled_has_nothing_that_is_off_for_good() -> None:
     assert plugin.report.of("speed").acts
 
 
+@pytest.mark.medium
 def test_every_step_of_a_trial_trains() -> None:
     with simulated(1.5) as time:
         model, plain = Timed(time), Timed(time)

@@ -181,6 +181,7 @@ def test_the_rest_at_the_end_of_an_epoch_is_not_compared_by_element(sizes: list[
     assert max(ms for ms in took if ms is not None) < 11
 
 
+@pytest.mark.medium
 def test_batches_left_over_by_accumulation_are_not_compared_by_element(took: list[float | None]) -> None:
     with simulated(SPEEDUP) as time:
         plugin = fit(Slow(time), 5, accumulate_grad_batches=4, max_epochs=100)

@@ -12,6 +12,8 @@ import pytest
 
 from support import either_package
 
+pytestmark = pytest.mark.medium
+
 STEPS = 3 * 8
 HELD = {
     "is of its Trainer's package": True,
@@ -35,7 +37,6 @@ def outcome(folder: Path, *packages: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
 def test_a_program_of_one_package_does_not_import_the_other(tmp_path: Path, package: str) -> None:
     """And has all of it there: plugin, strategies, callbacks, command line, clipping, checkpoints, what is refused."""
@@ -46,7 +47,6 @@ def test_a_program_of_one_package_does_not_import_the_other(tmp_path: Path, pack
     assert held == {**HELD, "resumed": [STEPS] * 2}
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(
     "order", [("pytorch_lightning", "lightning.pytorch"), ("lightning.pytorch", "pytorch_lightning")]
 )
@@ -59,7 +59,6 @@ def test_both_packages_work_in_one_process(tmp_path: Path, order: tuple[str, str
         assert held == {**HELD, "resumed": [STEPS] * 4}
 
 
-@pytest.mark.medium
 def test_a_name_that_the_program_has_made_an_alias_of_the_other_is_one_package(tmp_path: Path) -> None:
     """As users do who want code of one package in a program of the other."""
     program = """

@@ -558,6 +558,7 @@ def test_a_rank_that_repeats_a_step_stays_with_the_others(
             assert ranks(name, rank)[what] == pytest.approx(plain[what], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_cannot_be_kept_once_it_has_begun_runs_all_the_same(
     ranks: Callable[[str, int], dict[str, Any]], rank: int
@@ -566,6 +567,7 @@ def test_a_step_that_cannot_be_kept_once_it_has_begun_runs_all_the_same(
     assert ranks(CANNOT_BE_KEPT_AGAIN, rank)["weights"] == pytest.approx(ranks("plain", rank)["weights"], rel=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fitted", [1, 2])
 def test_a_checkpoint_of_weights_has_the_users_layout_where_ddp_keeps_one_that_was_refused(
     ranks: Callable[[str, int], dict[str, Any]], folder: Path, fitted: int

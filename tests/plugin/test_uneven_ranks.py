@@ -10,6 +10,8 @@ import pytest
 
 from support.scripts import SUPPORT, run_script
 
+pytestmark = pytest.mark.medium
+
 FIRST_TO_END = {"one ends first": 3, "one has none": 0}  # training batches of rank 1; rank 0 has 5
 
 
@@ -26,7 +28,6 @@ def of_rank(folder: Path, run: str, rank: int) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "run",

@@ -50,6 +50,7 @@ def told(folder: Path, run: str, rank: int) -> tuple[str, str]:
     return pid, text
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("run", ["killed", "failed"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_others_end_with_an_error_that_names_the_rank(folder: Path, run: str, rank: int) -> None:
@@ -58,12 +59,14 @@ def test_the_others_end_with_an_error_that_names_the_rank(folder: Path, run: str
     assert f"\nRank 1 (pid {pid} on host {HERE}) has died; ranks 0 and 2 cannot go on without it." in text
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rank", [0, 2, 3])
 def test_a_rank_that_broke_off_because_of_another_is_not_taken_for_the_reason(folder: Path, rank: int) -> None:
     pid, text = told(folder, "killed, seen late", rank)
     assert f"\nRank 1 (pid {pid} on host {HERE}) has died; ranks 0, 2 and 3 cannot go on without it." in text
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rank", [0, 2])
 def test_where_nobody_has_died_the_timeout_is_what_is_named(folder: Path, rank: int) -> None:
     _, text = told(folder, "hung", rank)

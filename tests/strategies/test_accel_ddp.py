@@ -13,6 +13,7 @@ pytestmark = pytest.mark.numbers
 STATIC, SEARCHED = "DistributedDataParallel static", "DistributedDataParallel searched"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("scenario", "wrappers"),
     [
@@ -30,6 +31,7 @@ def test_the_first_step_shows_how_to_wrap(said: Said, scenario: str, wrappers: l
     assert [rank["wrappers"] for rank in said(scenario)] == [wrappers, wrappers]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -44,22 +46,26 @@ def test_ranks_hold_the_same_weights(said: Said, scenario: str) -> None:
     assert torch.equal(first["weights"], second["weights"])
 
 
+@pytest.mark.medium
 def test_observing_changes_no_number(said: Said) -> None:
     observed, given = said("every_parameter_is_used")[0], said("a_static_graph_was_said")[0]
     torch.testing.assert_close(observed["weights"], given["weights"], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_hooks_after_the_first_backward_pass_see_the_average(said: Said) -> None:
     for rank in said("gradients_are_changed_after_the_backward_pass"):
         torch.testing.assert_close(rank["accel_ddp"], rank["ddp"], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_gradients_are_compressed(said: Said) -> None:
     compressed, plain = said("gradients_travel_in_float16")[0]["weights"], said("every_parameter_is_used")[0]["weights"]
     torch.testing.assert_close(compressed, plain, rtol=1e-2, atol=1e-3)
     assert not torch.equal(compressed, plain)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("scenario", "complaint"),
     [

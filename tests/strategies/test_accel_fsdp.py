@@ -25,12 +25,14 @@ def test_blocks_are_sharded_one_by_one_and_the_rest_as_a_whole(said: Said) -> No
     assert (sharding["units"], sharding["roots"], sharding["left"]) == (BLOCKS, ("",), {})
 
 
+@pytest.mark.medium
 def test_the_report_says_what_is_gathered_one_by_one(said: Said) -> None:
     (note,) = said("blocks_are_sharded")[0]["notes"]
     assert note == "accel_fsdp: 3 blocks (net.blocks.0 to net.blocks.2) are gathered one by one, the rest together"
     assert any("net.blocks.1 is not gathered by itself" in n for n in said("a_block_shares_its_weight")[0]["notes"])
 
 
+@pytest.mark.medium
 def test_each_rank_holds_its_rows_of_every_parameter(said: Said) -> None:
     first, second = (rank["shards"] for rank in said("blocks_are_sharded"))
     assert first["net.head.weight"] == (6, 16)  # of eleven
@@ -39,15 +41,18 @@ def test_each_rank_holds_its_rows_of_every_parameter(said: Said) -> None:
     assert all(first.values())
 
 
+@pytest.mark.medium
 def test_named_blocks_are_sharded_instead(said: Said) -> None:
     assert said("named_blocks_are_sharded")[0]["sharding"]["units"] == ("net.blocks.1", "net.embedding")
 
 
+@pytest.mark.medium
 def test_sharding_in_other_units_changes_no_number(said: Said) -> None:
     plain, named = said("blocks_are_sharded")[0], said("named_blocks_are_sharded")[0]
     torch.testing.assert_close(plain["weights"], named["weights"], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.medium
 def test_blocks_that_share_a_weight_are_left_to_the_root(said: Said) -> None:
     sharding = said("a_block_shares_its_weight")[0]["sharding"]
     assert sharding["units"] == ("net.blocks.0",)
@@ -57,21 +62,25 @@ def test_blocks_that_share_a_weight_are_left_to_the_root(said: Said) -> None:
     }
 
 
+@pytest.mark.medium
 def test_scalar_parameters_train_as_they_are(said: Said) -> None:
     for rank in said("scalar_parameters"):
         torch.testing.assert_close(rank["weights"], rank["weights of accel_ddp"], rtol=1e-5, atol=1e-6)
         assert rank["shards"]["extra"] is False
 
 
+@pytest.mark.medium
 def test_weights_are_gathered_in_bfloat16_and_kept_in_float32(said: Said) -> None:
     rank = said("bfloat16")[1]
     assert (rank["gathered"], rank["kept"], rank["gradient"]) == ("torch.bfloat16", "torch.float32", "torch.float32")
 
 
+@pytest.mark.medium
 def test_batch_norms_are_gathered_in_float32(said: Said) -> None:
     assert said("bfloat16_and_a_batch_norm")[0]["gathered"] == "torch.float32"
 
 
+@pytest.mark.medium
 def test_norms_take_float32_inputs_in_bfloat16(said: Said) -> None:
     """CPU autocast does not cast for norms: their weights have to stay in float32."""
     rank = said("bfloat16_and_a_norm_of_float32_inputs")[0]
@@ -79,18 +88,21 @@ def test_norms_take_float32_inputs_in_bfloat16(said: Said) -> None:
     assert len(rank["losses"]) == 3
 
 
+@pytest.mark.medium
 def test_a_float32_buffer_between_layers_is_no_obstacle_in_bfloat16(said: Said) -> None:
     """Without autocast the layer after it would be given float32 for its bfloat16 weights."""
     low, full = said("bfloat16_and_a_float32_buffer")[0]["losses"], said("nothing_is_repeated")[0]["losses"]
     assert low == pytest.approx(full, rel=2e-2)
 
 
+@pytest.mark.medium
 def test_gathered_weights_are_not_offloaded(said: Said) -> None:
     rank = said("offloading_leaves_gathered_weights_alone")[0]
     assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-6)
     assert rank["offloaded_parameters"] == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "scenario", ["checkpointed_and_captured", pytest.param("checkpointed_and_compiled", marks=pytest.mark.slow)]
 )
@@ -100,6 +112,7 @@ def test_checkpointed_and_compiled_blocks_compute_the_same(said: Said, scenario:
     assert both["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.medium
 def test_a_technique_that_cannot_be_is_named_where_it_was_asked_for(said: Said) -> None:
     rank = said("techniques_that_cannot_be")[0]
     assert any("memory_budget: not with sharded parameters" in warning for warning in rank["warnings"])
@@ -107,26 +120,31 @@ def test_a_technique_that_cannot_be_is_named_where_it_was_asked_for(said: Said) 
     assert "FSDP keeps weights row by row" in rank["techniques"]["memory_format"]["status"]
 
 
+@pytest.mark.medium
 def test_the_module_can_be_called_outside_of_its_steps(said: Said) -> None:
     assert said("the_module_is_called_between_epochs")[0]["shape"] == (1, 4, 11)
 
 
+@pytest.mark.medium
 def test_evaluations_leave_nothing_behind_that_grows(said: Said) -> None:
     assert said("an_evaluation_between_steps")[0]["calls"] == 3  # those of the last training step
 
 
+@pytest.mark.medium
 def test_a_module_that_shards_itself_is_left_as_it_is(said: Said) -> None:
     rank = said("configure_model_shards_by_itself")[0]
     assert rank["sharding"] is None
     assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-6)
 
 
+@pytest.mark.medium
 def test_the_plugin_works_under_lightning_s_own_model_parallel_strategy(said: Said) -> None:
     rank = said("lightning_s_own_strategy_and_configure_model")[0]
     assert changed(rank, "gradient_checkpointing") == list(BLOCKS)
     assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.slow
 def test_blocks_are_compiled_under_lightning_s_own_model_parallel_strategy(said: Said) -> None:
     rank = said("lightning_s_own_strategy_and_compiled")[0]
@@ -134,6 +152,7 @@ def test_blocks_are_compiled_under_lightning_s_own_model_parallel_strategy(said:
     assert rank["losses"] == pytest.approx(said("blocks_are_sharded")[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.medium
 def test_meta_modules_start_as_they_say(said: Said) -> None:
     for rank in said("made_on_the_meta_device"):
         assert rank["is_tied"]
@@ -141,12 +160,14 @@ def test_meta_modules_start_as_they_say(said: Said) -> None:
         assert rank["norm"] == pytest.approx([1.0] * 16, abs=0.1)  # one step from where a norm starts
 
 
+@pytest.mark.medium
 def test_meta_modules_start_alike_on_ranks_with_other_seeds(said: Said) -> None:
     first, second = said("made_on_the_meta_device")
     assert torch.equal(first["weights"], second["weights"])
     assert first["weights"].isfinite().all()
 
 
+@pytest.mark.medium
 def test_a_model_without_repetition_is_warned_about(said: Said) -> None:
     assert any("found no repeated blocks" in warning for warning in said("nothing_is_repeated")[0]["warnings"])
 
@@ -161,6 +182,7 @@ def test_a_misspelt_setting_is_refused() -> None:
         AccelFSDPStrategy(block=["Block"])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("scenario", "complaint"),
     [

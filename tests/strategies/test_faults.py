@@ -12,7 +12,7 @@ from support.scripts import SUPPORT, run_script
 from support.strategies.faults import BATCHES, JOB_ID, KILLS, REQUEUES, STEPS_TO_A_CHECKPOINT, STRATEGIES, Fault
 from support.strategies.zoo import VARIANTS
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.medium]
 
 
 def launched(which: str, folder: Path) -> Path:
@@ -64,7 +64,6 @@ def of(faults: list[Fault]) -> pytest.MarkDecorator:
 each_kill, each_requeue, each = of(KILLS), of(REQUEUES), of(KILLS + REQUEUES)
 
 
-@pytest.mark.medium
 @each_kill
 def test_the_rank_that_is_left_names_the_one_that_was_killed(folder: Path, fault: Fault) -> None:
     assert fault.killed is not None

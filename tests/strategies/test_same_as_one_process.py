@@ -25,7 +25,7 @@ from support.strategies.ranks import (
 )
 from support.strategies.zoo import VARIANTS
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.medium]
 
 TOLERANCE = 1e-5  # of the number itself, or where that is less than one, of one
 
@@ -86,13 +86,11 @@ def assert_same(found: Any, expected: Any) -> None:
 TRAINED = [*fits(), *variations(), *(row for row in evaluations() if row.does == "fit twice")]
 
 
-@pytest.mark.medium
 @each(TRAINED)
 def test_losses_are_those_of_one_process(runs: Runs, row: Row) -> None:
     assert_same(runs.losses(row), runs.losses(reference(row)))
 
 
-@pytest.mark.medium
 @each(TRAINED)
 def test_weights_and_statistics_are_those_of_one_process(runs: Runs, row: Row) -> None:
     expected = runs.of_rank(reference(row), 0)["weights"]
@@ -100,14 +98,12 @@ def test_weights_and_statistics_are_those_of_one_process(runs: Runs, row: Row) -
         assert_same(said["weights"], expected)
 
 
-@pytest.mark.medium
 @each(row for row in fits() if row.variant in ("checkpointing", "all"))
 def test_checkpointing_is_in_force(runs: Runs, row: Row) -> None:
     blocks = 5 if row.kind == "gan" else 3
     assert all(len(said["checkpointed"]) == blocks for said in runs.of_all(row))
 
 
-@pytest.mark.medium
 @each(row for row in TRAINED if row.strategy == "accel_fsdp")
 def test_each_rank_holds_its_share_of_the_parameters(runs: Runs, row: Row) -> None:
     """Frozen ones too; what is left over are dimensions that the number of ranks does not divide."""
@@ -116,13 +112,11 @@ def test_each_rank_holds_its_share_of_the_parameters(runs: Runs, row: Row) -> No
     assert max(shares) < 1.5 / row.world_size
 
 
-@pytest.mark.medium
 @each(row for row in TRAINED if row.strategy == "accel_ddp")
 def test_gradients_go_through_ddp(runs: Runs, row: Row) -> None:
     assert {said["wrapper"] for said in runs.of_all(row)} == {"DistributedDataParallel"}
 
 
-@pytest.mark.medium
 @each(row for row in evaluations() if row.does == "fit and evaluate")
 def test_validation_before_and_test_after_a_fit_give_what_one_process_gives(runs: Runs, row: Row) -> None:
     expected = runs.of_rank(reference(row), 0)
@@ -131,14 +125,12 @@ def test_validation_before_and_test_after_a_fit_give_what_one_process_gives(runs
         assert_same(said["tested"], expected["tested"])
 
 
-@pytest.mark.medium
 @each(row for row in evaluations() if row.does == "fit and evaluate")
 def test_the_ranks_predict_together_what_one_process_predicts(runs: Runs, row: Row) -> None:
     shares = [said["predicted"] for said in runs.of_all(row)]
     assert_same(torch.stack(shares, dim=1).flatten(0, 1), runs.of_rank(reference(row), 0)["predicted"])
 
 
-@pytest.mark.medium
 @each(resumptions())
 def test_a_resumed_run_goes_on_as_one_that_was_never_stopped(runs: Runs, row: Row) -> None:
     expected = runs.losses(reference(row))
@@ -148,7 +140,6 @@ def test_a_resumed_run_goes_on_as_one_that_was_never_stopped(runs: Runs, row: Ro
     assert_same(runs.of_rank(row, 0)["weights"], runs.of_rank(reference(row), 0)["weights"])
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_full_checkpoint_of_shards_holds_what_that_of_a_plain_trainer_holds(quick: Runs, kind: str) -> None:
     sharded, plain = (
@@ -165,33 +156,28 @@ def test_a_full_checkpoint_of_shards_holds_what_that_of_a_plain_trainer_holds(qu
 # -- what the comparison would miss if it were not so ------------------------------------------------------------------
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_variants_matter_to_one_process(quick: Runs, kind: str) -> None:
     losses = quick.losses(Row(kind=kind, variant="all"))
     assert (losses - quick.losses(Row(kind=kind))[: len(losses)]).abs().max() > 100 * TOLERANCE
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("variant", ["accumulation", "clipping"])
 def test_each_variant_matters_to_one_process(quick: Runs, variant: str) -> None:
     losses = quick.losses(Row(kind="transformer", variant=variant))
     assert (losses - quick.losses(Row(kind="transformer"))[: len(losses)]).abs().max() > 100 * TOLERANCE
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["transformer", "cnn"])
 def test_the_model_learns(quick: Runs, kind: str) -> None:
     losses = quick.losses(Row(kind=kind))
     assert losses[-4:].mean() < 0.9 * losses[:4].mean()
 
 
-@pytest.mark.medium
 def test_the_critic_learns_to_tell_what_the_generator_makes(quick: Runs) -> None:
     of_generator = quick.losses(Row(kind="gan"))[1::2]
     assert of_generator[-4:].mean() > 1.1 * of_generator[:4].mean()
 
 
-@pytest.mark.medium
 def test_every_variant_is_tried() -> None:
     assert {row.variant for row in fits()} == set(VARIANTS)

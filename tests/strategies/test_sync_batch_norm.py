@@ -56,6 +56,7 @@ def tolerance(case: str) -> dict[str, float]:
     return {"rtol": 1e-6, "atol": 1e-6}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -76,12 +77,14 @@ def test_several_processes_compute_what_one_does_on_the_global_batch(
         torch.testing.assert_close(rank["state"], one["state"], **of_state)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_compiled_layer_computes_the_same(folder: Folders, world_size: int) -> None:
     plain = [rank["outputs"] for rank in of_ranks(folder, "(B, C, H, W)", world_size)]
     torch.testing.assert_close(of_ranks(folder, "compiled", world_size), plain, rtol=0, atol=0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_too_few_values_are_an_error_on_every_rank(folder: Folders, world_size: int) -> None:
     said = of_ranks(folder, "single value", world_size)
@@ -94,6 +97,7 @@ def test_too_few_values_are_an_error_on_every_rank(folder: Folders, world_size: 
 # Under a Trainer
 
 
+@pytest.mark.medium
 def test_two_processes_train_as_one_on_the_same_global_batch(folder: Folders) -> None:
     one = fit(1)
     for rank in of_ranks(folder, "fit", 2):

@@ -124,30 +124,36 @@ def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(lo
     assert sum(counts(loops["plain"]["counts"])[2:]) > PAGES_A_TENSOR
 
 
+@pytest.mark.medium
 def test_the_heap_is_left_alone_until_live_trials_put_the_arm_on(loops: dict[str, dict[str, str]]) -> None:
     assert loops["accelerated"]["waiting"].endswith("ms: for live trials to decide")
 
 
+@pytest.mark.medium
 def test_once_it_is_on_a_step_asks_for_a_quarter_at_most(loops: dict[str, dict[str, str]]) -> None:
     plain, accelerated = (sum(counts(loops[mode]["counts"])[20:]) for mode in ("plain", "accelerated"))
     assert accelerated < plain / 4
 
 
+@pytest.mark.medium
 def test_numbers_stay_the_same_to_the_bit(loops: dict[str, dict[str, str]]) -> None:
     assert loops["accelerated"]["losses"] == loops["plain"]["losses"]
 
 
+@pytest.mark.medium
 def test_the_arm_takes_turns_with_the_heap_as_it_was(loops: dict[str, dict[str, str]]) -> None:
     off, keep = (sum(counts(loops["accelerated"][choice])[8:]) for choice in ("off", "keep"))
     assert keep < off / 4
 
 
+@pytest.mark.medium
 def test_the_report_says_how_many_pages_a_step_had_asked_for(loops: dict[str, dict[str, str]]) -> None:
     assert re.fullmatch(
         r"in force .*a step asks the system for [\d,]+ pages, about [\d.]+ ms", loops["accelerated"]["report"]
     )
 
 
+@pytest.mark.medium
 def test_after_the_run_what_is_free_goes_back_to_the_system(loops: dict[str, dict[str, str]]) -> None:
     assert counts(loops["accelerated"]["after"])[0] > 24 * PAGES_A_TENSOR
 

@@ -110,6 +110,7 @@ def test_a_smaller_batch_changes_no_plan(plain: tuple[int, int]) -> None:
     assert loop.plan is before
 
 
+@pytest.mark.medium
 def test_batches_that_grow_bit_by_bit_do_not_make_a_plan_each(plain: tuple[int, int]) -> None:
     loop = Loop(Stack(), budget(plain, 0.8), rows=128)
     loop.run(SETTLED)
@@ -180,6 +181,7 @@ class Skipping(Stack):
         return x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("share", [pytest.param(1.1, marks=pytest.mark.slow), 0.7])
 def test_blocks_that_are_left_out_at_random_are_planned_for_all(plain: tuple[int, int], share: float) -> None:
     """Stochastic depth: a step that called fewer blocks is no measure of one that calls all."""

@@ -158,6 +158,7 @@ def test_models_with_dropout_and_running_statistics_train_the_same(name: str) ->
     assert all(torch.equal(value, state[name]) for name, value in loop.model.state_dict().items())
 
 
+@pytest.mark.medium
 def test_with_a_disk_smaller_budgets_fit(plain: tuple[int, int]) -> None:
     """Blocks let go of what recomputation needs to begin with, and what lies outside all blocks goes too."""
     disk = {"to": "disk", "min_bytes": 1024}
@@ -280,6 +281,7 @@ def test_a_copy_made_in_the_run_trains_after_it(plain: tuple[int, int]) -> None:
     assert twin.blocks[0].up.weight.grad is not None
 
 
+@pytest.mark.medium
 def test_deterministic_runs_plan_alike(plain: tuple[int, int], determinism_restored: None) -> None:
     torch.use_deterministic_algorithms(True)
     found = []
@@ -317,6 +319,7 @@ def test_a_step_that_raises_while_it_is_metered_is_no_part_of_the_plan() -> None
     assert loop.plan.measured_peak_bytes is not None
 
 
+@pytest.mark.medium
 def test_two_models_are_planned_side_by_side() -> None:
     loops = [Loop(Stack(), "1GiB"), Loop(Stack(), "1GiB")]
     for _ in range(2 * SETTLED):

@@ -9,7 +9,7 @@ import torch
 
 from support.scripts import SUPPORT, run_script
 
-pytestmark = pytest.mark.numbers
+pytestmark = [pytest.mark.numbers, pytest.mark.medium]
 
 Found = dict[str, dict[str, Any]]
 
@@ -21,7 +21,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.medium
 def test_replicas_are_fused_and_stay_equal_to_the_bit(ranks: list[dict[str, Found]]) -> None:
     first, second = (rank["distributed"] for rank in ranks)
     assert first["auto"]["launched"].count("_fused_adamw_") == 1

@@ -37,6 +37,7 @@ def test_two_ranks_keep_the_same_weights(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["both"]["losses"] != ranks[1]["both"]["losses"]  # of batches of their own
 
 
+@pytest.mark.medium
 def test_two_ranks_both_compute_in_float8_and_keep_their_states_in_8_bits(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["both"]["in float8"] == ["0", "2"]
@@ -45,6 +46,7 @@ def test_two_ranks_both_compute_in_float8_and_keep_their_states_in_8_bits(ranks:
         assert rank["both"]["saved"] == ["Tensor"]
 
 
+@pytest.mark.medium
 def test_two_ranks_train_about_as_well(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["both"]["losses"][-1] == pytest.approx(rank["plain"]["losses"][-1], rel=0.05)

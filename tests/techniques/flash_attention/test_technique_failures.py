@@ -76,6 +76,7 @@ def test_a_gradient_penalty_is_noticed_before_anything_is_fused() -> None:
     handle.undo()
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:flash_attention was asked for and is not in force")
 def test_a_forward_that_is_another_at_every_call_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counts(Attention):

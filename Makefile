@@ -31,7 +31,7 @@ demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare the
 # the shell says: without it both workers rewrite every file of tests again, and every process that a test starts compiles
 # the package.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: $(STAMP)  ## The tests of less than a second that need no GPU, two at a time (4 to 6 minutes on 2 slow cores; WORKERS=n: n at a time)
+test: $(STAMP)  ## The tests of less than a second that need no GPU, two at a time (5 to 7 minutes on 2 slow cores; WORKERS=n: n at a time)
 	$(TEST)
 
 test-medium: $(STAMP)  ## The tests of one to ten seconds, and those that wait for several processes (7 minutes on 2 slow cores)

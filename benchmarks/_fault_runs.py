@@ -42,7 +42,7 @@ class TakesTurns(Callback):
 def train(job: Job, pipe: Connection) -> None:
     """A training with its fault or mended, an epoch a turn; its record is in the job's folder."""
     steps = max(2, round(job.options["scale"] * TRAININGS[job.name].steps))
-    callbacks = [SpeedMemoryLogger(), TakesTurns(pipe)]
+    callbacks = [SpeedMemoryLogger(every_s=0.0), TakesTurns(pipe)]  # each turn is measured, also one below a second
     fit(job.name, job.folder, steps, is_mended=job.mode == "mended", epochs=job.options["rounds"], callbacks=callbacks)
     pipe.send(None)  # not before the run has left its record and its report: its neighbour's last turn would be slowed
     pipe.recv()

@@ -106,8 +106,7 @@ def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path)
     fault, pairs, ratios = FAULTS[name], [], []
     for number in range(options.pairs):
         faulty, mended = records(name, ("faulty", "mended"), options, folder / str(number))
-        slow, fast = _rates(faulty), _rates(mended)
-        ratios += [fast[turn] / slow[turn] for turn in sorted(slow.keys() & fast.keys())][1:]
+        ratios += [b / a for a, b in zip(*map(_rates, (faulty, mended)), strict=True)][1:]
         findings = diagnose(faulty, peaks)
         found_it = next((one for one in findings if one.name == fault.finding), None)
         predicted = (0.0, 0) if found_it is None else (found_it.speedup or 0.0, found_it.freed_bytes)
@@ -122,9 +121,9 @@ def measured(name: str, peaks: Peaks, options: argparse.Namespace, folder: Path)
     return Outcome(fault, findings, came, RatioInterval(*median_interval(ratios)), predictions, found)
 
 
-def _rates(record: Record) -> dict[int, float]:
-    """Samples a second, by turn. A turn that ends within a second of the one before is told with the next."""
-    return {epoch["epoch"]: epoch["samples_per_sec"] for epoch in record.epochs}
+def _rates(record: Record) -> list[float]:
+    """Samples a second, turn by turn."""
+    return [epoch["samples_per_sec"] for epoch in record.epochs]
 
 
 def row(outcome: Outcome) -> list[str]:

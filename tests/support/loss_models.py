@@ -8,14 +8,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel import AcceleratedModel, Plan, accelerate
 from lightning_accel.core.torch_private.modes import DispatchMode
-from lightning_accel.techniques.loss import Loss, technique
+from lightning_accel.techniques.loss import Loss
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH = 96, 8, 4, 12
 TOKENS = SAMPLES * LENGTH
@@ -47,13 +46,6 @@ def loss_of_all(model: nn.Module, tokens: Tensor) -> Tensor:
 def batches(steps: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(steps)]
-
-
-@pytest.fixture
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has heads of the tests' sizes count as large."""
-    monkeypatch.setattr(technique, "FEWEST_CLASSES", VOCABULARY)
-    monkeypatch.setattr(technique, "SMALLEST_BYTES", 0)
 
 
 @dataclass

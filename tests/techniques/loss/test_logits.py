@@ -20,7 +20,6 @@ from support.loss_models import (
     VOCABULARY,
     WIDTH,
     LanguageModel,
-    any_size,
     batches,
     loss_of_all,
     of_handle,
@@ -29,8 +28,6 @@ from support.loss_models import (
     train,
     watched,
 )
-
-__all__ = ["any_size"]
 
 pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("any_size")]
 

@@ -17,15 +17,12 @@ from support.loss_models import (
     VOCABULARY,
     WIDTH,
     LanguageModel,
-    any_size,
     batches,
     loss_of_all,
     side_by_side,
     start,
     train,
 )
-
-__all__ = ["any_size"]
 
 pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("any_size")]
 

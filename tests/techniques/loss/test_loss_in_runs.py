@@ -18,15 +18,12 @@ from lightning_accel.techniques.loss.deferred import DeferredLogits
 from support.loss_models import (
     VOCABULARY,
     LanguageModel,
-    any_size,
     batches,
     loss_of_all,
     of_handle,
     side_by_side,
     start,
 )
-
-__all__ = ["any_size"]
 
 pytestmark = [pytest.mark.numbers, pytest.mark.usefixtures("any_size")]
 

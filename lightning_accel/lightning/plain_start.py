@@ -196,7 +196,8 @@ class PlainStart:
         self._go_to_work(self._run, self._left_out(self._run) or {})
 
     def _can_try_the_rest(self) -> bool:
-        can_pay = self._purse.can_pay(self._owed_s + self._program.opening_s)
+        comparing_s = _LEAST_TURNS * (self._purse.turn_s or 0.0)
+        can_pay = self._purse.can_pay(self._owed_s + self._program.opening_s + comparing_s)
         return can_pay and turns_left(self._trainer) >= MIN_TURNS  # fewer turns are too few for a comparison
 
     def goes_on(self) -> bool:

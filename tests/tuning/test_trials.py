@@ -197,6 +197,19 @@ def test_a_step_that_becomes_longer_has_the_plan_tried_again() -> None:
     assert any("a step takes longer than it did" in line for line in run.lines)
 
 
+def test_a_machine_that_becomes_slower_as_a_whole_costs_no_plan_its_proof() -> None:
+    """Two pairs show it mostly; and an audit that cannot tell in what is left of the run refutes nothing."""
+    kept, audits = 0, 0
+    for seed in range(20):
+        run = SimulatedRun({"attention": 1.15}, 800, noise=0.15, seed=seed)
+        run.slowdown = lambda turn: 1.5 if turn >= 400 else 1.0
+        tuning = run.run()
+        kept += tuning.choices == {"attention": "on"}
+        audits += any("a step takes longer than it did" in line for line in run.lines)
+    assert kept >= 18
+    assert 1 <= audits <= 15
+
+
 def test_a_plan_that_slowly_loses_its_gain_is_found_by_looks_now_and_then() -> None:
     run = SimulatedRun({"threads": 1.1}, 4000, noise=0.01)
     run.slowdown = lambda turn: 1.18 if turn >= 800 and run.now["threads"] == "on" else 1.0

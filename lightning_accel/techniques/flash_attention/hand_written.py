@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from typing_extensions import override
 
 from lightning_accel.core.compiled import with_own_code
+from lightning_accel.core.garbage import young_garbage_only
 from lightning_accel.core.isolation import isolated
 from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.patch import AttributePatch, applied
@@ -139,7 +140,8 @@ class HandWrittenSite(AttentionSite):
             capture = self._shared[original] = Capture(original)
         self.capture = capture
         graphs = capture.graphs
-        result = capture.call(by, self.module, args, kwargs)
+        with young_garbage_only():
+            result = capture.call(by, self.module, args, kwargs)
         capture.misses += 0 < graphs < capture.graphs
         return result
 

@@ -30,7 +30,7 @@ from lightning_accel.techniques.technique_context import Forecast, Verdict, Verd
 from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
-_FIRST_CAPTURE_S, _CAPTURE_S = 0.5, 0.1  # what Dynamo takes, in a process and for every function
+_FIRST_CAPTURE_S, _CAPTURE_S = 0.7, 0.1  # what Dynamo takes, in a process and for every function
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
 
 

@@ -188,7 +188,7 @@ class PlainStart:
         if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
             return
         left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
-        if self._owed_s + self._program.opening_s > _WORTH * left_s:
+        if self._rest_s > _WORTH * left_s:
             return
         run.close()
         self._program.restart(settled)
@@ -196,14 +196,17 @@ class PlainStart:
         self._go_to_work(self._run, self._left_out(self._run) or {})
 
     def _can_try_the_rest(self) -> bool:
-        comparing_s = _LEAST_TURNS * (self._purse.turn_s or 0.0)
-        can_pay = self._purse.can_pay(self._owed_s + self._program.opening_s + comparing_s)
-        return can_pay and turns_left(self._trainer) >= MIN_TURNS  # fewer turns are too few for a comparison
+        # Fewer turns are too few for a comparison.
+        return self._purse.can_pay(self._rest_s) and turns_left(self._trainer) >= MIN_TURNS
+
+    @property
+    def _rest_s(self) -> float:
+        """The seconds that it takes to try the techniques that were left out, with a turn for their comparison."""
+        return self._owed_s + self._program.opening_s + (self._purse.turn_s or 0.0)
 
     def goes_on(self) -> bool:
         """Returns whether the run, in which nothing has won yet, waits until it can pay for the other techniques."""
-        can_ever = self._owed_s + self._program.opening_s <= self._purse.to_come_s
-        if not (self._wins_untried and self._owed_s and can_ever):
+        if not (self._wins_untried and self._owed_s and self._rest_s <= self._purse.to_come_s):
             return False
         self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
         self.steps.are_plain = True

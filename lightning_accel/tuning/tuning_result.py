@@ -34,6 +34,11 @@ class Tuning:
         return bool(self.choices) and self.whole is not None and self.whole.is_won
 
     @property
+    def is_proven_as_a_whole(self) -> bool:
+        """Whether it was the current choices, and no others, that were shown to be faster."""
+        return self.is_proven and self.whole is not None and self.whole.candidate == self.choices
+
+    @property
     def gain(self) -> float:
         """Returns the estimated speed with the current choices, as a multiple of the plain run's."""
         return max(1.0, self.whole.interval.ratio) if self.whole is not None and self.choices else 1.0

@@ -210,6 +210,21 @@ def test_a_machine_that_becomes_slower_as_a_whole_costs_no_plan_its_proof() -> N
     assert 1 <= audits <= 15
 
 
+def test_a_plan_that_was_proven_with_an_arm_that_is_gone_has_no_proof_of_its_own() -> None:
+    """A step with it raised, say. Then an audit that cannot tell keeps nothing."""
+    run = SimulatedRun({"attention": 1.5, "copies": 1.2})
+    trials = run.trials()
+    for turn in range(400):
+        trials.begin()
+        trials.took(run.step(turn))
+    assert trials.tuning.choices == {"attention": "on", "copies": "on"}
+    assert trials.tuning.is_proven_as_a_whole
+    trials.lose("attention")
+    assert trials.tuning.choices == {"copies": "on"}
+    assert trials.tuning.is_proven
+    assert not trials.tuning.is_proven_as_a_whole
+
+
 def test_a_plan_that_slowly_loses_its_gain_is_found_by_looks_now_and_then() -> None:
     run = SimulatedRun({"threads": 1.1}, 4000, noise=0.01)
     run.slowdown = lambda turn: 1.18 if turn >= 800 and run.now["threads"] == "on" else 1.0

@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,17 @@ def outside_of_ddp() -> AbstractContextManager[None]:
     name = "_active_ddp_module"
     read = functools.partial(getattr, DistributedDataParallel, name, None)
     return temporarily(read, functools.partial(setattr, DistributedDataParallel, name), None)
+
+
+def without_its_collection() -> AbstractContextManager[None]:
+    """Keeps Dynamo from calling the garbage collector after each capture: ``run_gc_after_compile``, seen in torch 2.11.
+
+    Without the name it is called.
+    """
+    config, name = importlib.import_module("torch._dynamo.config"), "run_gc_after_compile"
+    if not hasattr(config, name):
+        return nullcontext()
+    return temporarily(functools.partial(getattr, config, name), functools.partial(setattr, config, name), False)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

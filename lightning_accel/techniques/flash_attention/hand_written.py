@@ -137,11 +137,12 @@ class HandWrittenSite(AttentionSite):
             return self.capture.call(by, self.module, args, kwargs)
         capture = self._shared.get(original)
         if capture is None or capture.misses >= _MISSES:
-            capture = self._shared[original] = Capture(original)
+            with young_garbage_only():
+                self.capture = self._shared[original] = Capture(original)
+                return self.capture.call(by, self.module, args, kwargs)
         self.capture = capture
         graphs = capture.graphs
-        with young_garbage_only():
-            result = capture.call(by, self.module, args, kwargs)
+        result = capture.call(by, self.module, args, kwargs)
         capture.misses += 0 < graphs < capture.graphs
         return result
 

@@ -108,10 +108,10 @@ def test_the_first_capture_of_attention_leaves_the_collector_as_it_was() -> None
         gc.callbacks.remove(note)
     assert site.capture is not None
     assert site.capture.graphs == 1
-    assert set(found) <= {0}  # the one at the end
+    assert set(found) == {0}  # the one at the end
     assert gc.isenabled()
     assert gc.get_freeze_count() < 1000
-    assert torch._dynamo.config.run_gc_after_compile
+    assert getattr(torch._dynamo.config, "run_gc_after_compile", True)
 
 
 def test_a_collector_that_the_program_has_switched_off_stays_off() -> None:

@@ -14,6 +14,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.oom_errors import is_out_of_memory
 from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.purse import TRIALS
 from lightning_accel.core.report import AccelError, TechniqueReport, one_line
 from lightning_accel.core.states import SiteChanged, VerdictKind
 from lightning_accel.techniques.arms import OFF, Arm
@@ -124,6 +125,8 @@ class TechniqueRun:
         """Applies the verdicts of a trial, and remembers them for resumed and later runs if the trial was complete."""
         if all(verdict.kind != "too_dear" for verdict in verdicts.values()):
             self._remember(verdicts)
+        elif (purse := self.context.purse) is not None:
+            purse.owed_s[self.name] = 2 * purse.spent_s[TRIALS]  # it takes longer than it was expected to
         self.carry_out(verdicts)
 
     def carry_out(self, verdicts: Verdicts) -> None:

@@ -37,6 +37,7 @@ class Purse:
         spent_s: Purpose → seconds spent.
         earned_s: Seconds that faster steps have saved compared with plain ones. They may be spent again.
         sure_share: The share of a plain step that the steps now in force surely save.
+        owed_s: Technique → the seconds of its trial, if the run could not pay for it, or for all of it.
     """
 
     def __init__(self, clock: Callable[[], float] = seconds) -> None:
@@ -45,6 +46,7 @@ class Purse:
         self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
         self.earned_s = self.sure_share = 0.0
+        self.owed_s: dict[str, float] = {}
         self._clock = clock
         self._plain_s: list[float] = []
         self._payer: list[float] = []  # for each open payment, the seconds paid inside it

@@ -58,7 +58,7 @@ class PlainStart:
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
         self._wins_untried = wins_untried
-        self._owed_s = 0.0  # seconds to try the techniques that were left out
+        self._has_gone_on = False
         self.is_over = False
 
     @property
@@ -152,7 +152,7 @@ class PlainStart:
 
     def _consider(self) -> None:
         purse = self._purse
-        if self._owed_s and not self._can_try_the_rest():
+        if purse.owed_s and not self._can_try_the_rest():
             return
         if not self._is_open:
             opening_s = self._program.opening_s
@@ -184,7 +184,7 @@ class PlainStart:
 
     def _try_the_rest(self, run: Run) -> None:
         """Restarts with techniques that were too expensive at first, once faster steps have saved enough time."""
-        settled = None if run.live is None or not self._owed_s else run.live.settled
+        settled = None if run.live is None or not self._purse.owed_s else run.live.settled
         if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
             return
         left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
@@ -202,13 +202,14 @@ class PlainStart:
     @property
     def _rest_s(self) -> float:
         """The seconds that it takes to try the techniques that were left out, with a turn for their comparison."""
-        return self._owed_s + self._program.opening_s + (self._purse.turn_s or 0.0)
+        return sum(self._purse.owed_s.values()) + self._program.opening_s + (self._purse.turn_s or 0.0)
 
     def goes_on(self) -> bool:
-        """Returns whether the run, in which nothing has won yet, waits until it can pay for the other techniques."""
-        if not (self._wins_untried and self._owed_s and self._rest_s <= self._purse.to_come_s):
+        """Returns whether the run, in which nothing has won, waits once until it can pay for the other techniques."""
+        if self._has_gone_on or not (self._purse.owed_s and self._rest_s <= self._purse.to_come_s):
             return False
-        self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
+        self._has_gone_on, self._wins_untried, self._is_open = True, False, False
+        self._kept.tuning, self._run = None, None
         self.steps.are_plain = True
         return True
 
@@ -238,12 +239,13 @@ class PlainStart:
         purse, step_s = self._purse, self._purse.step_s
         if step_s is None:  # a resumed run, whose decisions hold
             return {}
-        costs = sorted((cost_s, name) for name, cost_s in run.engine.costs_s(step_s).items())
+        expected = run.engine.costs_s(step_s).items()
+        costs = sorted((max(cost_s, purse.owed_s.get(name, 0.0)), name) for name, cost_s in expected)
         is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
-        now = ever = self._owed_s = 0.0
-        left_out = {}
+        now = ever = 0.0
+        owed_s = {}
         for cost_s, name in costs:
             ever += cost_s
             if purse.can_pay(now + cost_s) and now + cost_s <= to_come_s:
@@ -251,9 +253,10 @@ class PlainStart:
                 continue
             if is_early and ever <= to_come_s:
                 return None
-            left_out[name] = f"not tried: it would take about {cost_s:.2g} s, more than this run can pay"
-            self._owed_s += cost_s
-        return left_out
+            owed_s[name] = cost_s
+        purse.owed_s = owed_s
+        why = "not tried: it would take about {:.2g} s, more than this run can pay"
+        return {name: why.format(cost_s) for name, cost_s in owed_s.items()}
 
     def _end(self, reason: str) -> None:
         self.is_over = True

@@ -19,6 +19,7 @@ from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
 from lightning_accel.lightning import plugin as plugin_module
+from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import Traits
 from lightning_accel.techniques.technique_context import Verdict
 from support.live_runs import SimulatedTime, Speed, fit
@@ -98,6 +99,36 @@ def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
         tried.time = time
         fit(Notes(time), 3_000)
     assert 160 <= tried.tried_at[0] <= 170
+
+
+class CutShort(Tried):
+    """The first trial is not paid to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run.live = Live()  # its variants are those of its site
+
+    @contextmanager
+    def trial(self, patches: Any) -> Iterator[Any]:
+        with super().trial(patches) as verdicts:
+            yield verdicts
+        if len(self.tried_at) == 1:
+            verdicts.update({site: Verdict("too_dear", "not tried to its end") for site in verdicts})
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("other", [1.5, 0.8], ids=["something else is faster", "nothing else is"])
+def test_a_trial_that_could_not_be_paid_to_its_end_is_repeated(
+    other: float, has_precision: None, tried: type[Tried], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speed, "from_settings", classmethod(lambda cls, *_: CutShort()))
+    monkeypatch.setattr(InTwo, "in_bfloat16", other)
+    with begun(1.3) as time:
+        tried.time = time
+        model = InTwo(time)
+        fit(model, 3_000, accel=AUTO)
+    assert len(tried.tried_at) == 2
+    assert model.seen[-50:].count("on") > 40
 
 
 # -- what earns -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import torch
-from _rivals_training import LR, Training
+from _rivals_training import LR, Training, prepare_by_hand
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -26,6 +26,23 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=LR)
 
 
+class ByHand(Module):
+    """The same with what an expert changes in it."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._takes_images = prepare_by_hand(self.net, training.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        if self._takes_images:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return super().training_step((inputs, labels), batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=LR, fused=True)
+
+
 class Watch(Callback):
     """Shows every step to the clock."""
 
@@ -36,10 +53,10 @@ class Watch(Callback):
         self._clock.step(outputs["loss"])
 
 
-def fit(training: Training, *, is_compiled: bool = False, **options: Any) -> None:
+def fit(training: Training, *, kind: type[Module] = Module, is_compiled: bool = False, **options: Any) -> None:
     """``Trainer(**options).fit``, of the module or of ``torch.compile`` of it."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    module = Module(training)
+    module = kind(training)
     trainer = Trainer(
         **options,
         max_epochs=1,
@@ -53,6 +70,11 @@ def fit(training: Training, *, is_compiled: bool = False, **options: Any) -> Non
         enable_model_summary=False,
     )
     trainer.fit(torch.compile(module) if is_compiled else module, training.loader())
+
+
+def fit_by_hand(training: Training) -> None:
+    """The same with an expert's changes, and bfloat16 where the machine has it in hardware."""
+    fit(training, kind=ByHand, precision="bf16-mixed" if training.has_bf16 else "32-true")
 
 
 def fit_accelerated(training: Training, **settings: Any) -> None:

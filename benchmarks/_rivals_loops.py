@@ -5,26 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _rivals_training import LR, Training
+from _rivals_training import LR, Training, prepare_by_hand
 from torch import Tensor, nn
 
 
 def by_hand(training: Training, *, is_compiled: bool = False) -> None:
     """What an expert writes who has read the guides: bfloat16, torch's attention, channels_last, fused AdamW."""
     device, net = training.device, training.net.to(training.device)
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high")
-    for module in net.modules():
-        if hasattr(module, "is_fused"):
-            module.is_fused = True
-    is_image = any(isinstance(module, nn.Conv2d) for module in net.modules())
-    if is_image:
-        net = net.to(memory_format=torch.channels_last)
+    takes_images = prepare_by_hand(net, device)
     optimizer = training.optimizer(fused=True)
     call = torch.compile(net) if is_compiled else net
     for batch in training.loader(pinned=device == "cuda"):
         inputs, labels = (each.to(device, non_blocking=True) for each in batch)
-        if is_image:
+        if takes_images:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16, enabled=training.has_bf16):
@@ -151,6 +144,7 @@ def composer(training: Training) -> None:
         optimizers=training.optimizer(),
         max_duration=f"{training.steps}ba",
         device="cpu" if training.device == "cpu" else "gpu",
+        device_train_microbatch_size=len(training.batches[0][1]),  # the loader, which has batches, does not tell
         algorithms=[ChannelsLast()] if is_image else [],
         callbacks=[Watch()],
         progress_bar=False,
@@ -163,7 +157,8 @@ def thunder(training: Training) -> None:
     import thunder as compiler
 
     net, optimizer = training.net.to(training.device), training.optimizer()
-    call = compiler.compile(net)
+    # compile() begins with nvFuser, which a machine without a GPU does not have.
+    call = compiler.jit(net) if training.device == "cpu" else compiler.compile(net)
     for batch in training.loader():
         inputs, labels = (each.to(training.device) for each in batch)
         optimizer.zero_grad()

@@ -56,14 +56,13 @@ LOOP = (
 )
 """The least that takes the place of a Trainer; logs, checkpoints and validation are to be written, too."""
 
-BY_HAND = (
-    *LOOP,
+BY_THE_GUIDES = (
     "F.scaled_dot_product_attention(q, k, v, is_causal=True), in place of three lines of attention",
     "net = net.to(memory_format=torch.channels_last)",
     "inputs = inputs.contiguous(memory_format=torch.channels_last)",
     "AdamW(…, fused=True)",
-    "with torch.autocast(device, torch.bfloat16):",
 )
+BY_HAND = (*LOOP, *BY_THE_GUIDES, "with torch.autocast(device, torch.bfloat16):")
 ACCELERATE = (
     "from accelerate import Accelerator",
     'accelerator = Accelerator(mixed_precision="bf16")',
@@ -112,6 +111,13 @@ SIDES = {
         lines=(BF16, COMPILE),
         keeps_trainer=True,
         setup_s=COMPILES_S,
+    ),
+    "lightning-hand": Side(
+        title="Lightning, with an expert's changes",
+        function="_rivals_lightning.fit_by_hand",
+        imports=LIGHTNING,
+        lines=(*BY_THE_GUIDES, BF16),
+        keeps_trainer=True,
     ),
     "hand": Side(
         title="a loop by an expert's hand",
@@ -225,4 +231,4 @@ SIDES = {
         setup_s=COMPILES_S,
     ),
 }
-PLAIN, OURS = "plain", "accel"
+PLAIN, OURS, EXPERT = "plain", "accel", "lightning-hand"

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from _rivals_cases import CASES
 from _rivals_rounds import Measured, Run
-from _rivals_sides import OURS, PLAIN, SIDES
+from _rivals_sides import EXPERT, OURS, PLAIN, SIDES
 
 LEAST = 0.97  # of the best side's speed over all steps
-ONE_LINE = [name for name, side in SIDES.items() if side.is_one_line and not name.startswith(OURS)]
+# Beside the best side: what an expert gets out of the same Trainer, and what costs its user one line.
+ALSO_BESIDE = [EXPERT, *(name for name, side in SIDES.items() if side.is_one_line and not name.startswith(OURS))]
 ASKS_COLUMNS = ("", "lines of yours", "keeps Lightning's Trainer", "checked by itself", "what can be undone")
 
 
@@ -87,26 +88,26 @@ def best_other(measured: Measured, name: str) -> str | None:
 
 
 def verdict_columns(measured: Measured) -> list[str]:
-    over_one_line = [f"over {SIDES[side].title}" for side in _one_line(measured)]
-    return ["", "the best other side", "`AccelPlugin()` over it", "least to most", "asked", *over_one_line]
+    over_others = [f"over {SIDES[side].title}" for side in _also_beside(measured)]
+    return ["", "the best other side", "`AccelPlugin()` over it", "least to most", "asked", *over_others]
 
 
 def verdicts(measured: Measured) -> list[list[str]]:
-    """Whether ``AccelPlugin()`` is as fast as the best side over all steps, and ahead of what is one line, too."""
+    """Whether ``AccelPlugin()`` is as fast as the best side over all steps, and how it is beside others."""
     found = []
     for name in CASES:
         best = best_other(measured, name)
         if best is None or not (of_best := ratios(measured, name, OURS, best)):
             continue
         value = statistics.median(of_best)
-        others = [over(measured, name, OURS, side)[0] for side in _one_line(measured)]
+        others = [over(measured, name, OURS, side)[0] for side in _also_beside(measured)]
         kept = f"{LEAST}x: {'yes' if value >= LEAST else 'no'}"
         found.append([CASES[name].title, SIDES[best].title, *over(measured, name, OURS, best), kept, *others])
     return found
 
 
-def _one_line(measured: Measured) -> list[str]:
-    return [side for side in ONE_LINE if any(side in sides for sides in measured.found.values())]
+def _also_beside(measured: Measured) -> list[str]:
+    return [side for side in ALSO_BESIDE if any(side in sides for sides in measured.found.values())]
 
 
 def asks() -> list[list[str]]:

@@ -74,6 +74,19 @@ class Ready(Dataset[Any]):
         return dict(zip(self._names, batch, strict=True)) if self._names else batch
 
 
+def prepare_by_hand(net: nn.Module, device: str) -> bool:
+    """Makes of a model what the guides recommend. Returns whether it takes images, which are to be in channels_last."""
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    for module in net.modules():
+        if hasattr(module, "is_fused"):
+            module.is_fused = True
+    takes_images = any(isinstance(module, nn.Conv2d) for module in net.modules())
+    if takes_images:
+        net.to(memory_format=torch.channels_last)
+    return takes_images
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A side trains ``net`` on all batches of ``loader`` with AdamW, and shows every step to the clock.

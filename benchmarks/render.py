@@ -279,7 +279,7 @@ def tuning_page() -> str:
 def rivals_page() -> str:
     """docs/rivals.md with its tables written anew."""
     parts = []
-    for path in sorted((RESULTS / "rivals").glob("*.json")):
+    for path in sorted(RESULTS.glob("rivals*/*.json")):
         details = json.loads(path.read_text(encoding="utf-8"))["details"]
         verdicts = details["verdicts"]
         parts += [_measured_table(path).strip(), markdown(verdicts["columns"], verdicts["rows"])]

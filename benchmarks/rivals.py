@@ -7,7 +7,8 @@
 Every side of a model starts from the same weights and trains the same batches by AdamW, for as many steps, in a process
 of its own that finds nothing in any cache. The sides of a round come in random order. A step's time is taken when it is
 over; the clock starts after imports and before anything else, so that setting up, compiling and trials are paid for.
-*Settled* is the median of the last quarter of the steps. Ratios are medians over rounds, of all steps.
+*Settled* is the median of the last quarter of the steps. Ratios are medians over rounds, of all steps. Sides that
+compile are in the first round only.
 
 A tool that is not installed is left out, and said. Composer and Thunder do not go beside this torch: ``--python`` names
 an interpreter of their own, which needs neither Lightning nor this package. What is measured is written after each run,
@@ -22,24 +23,27 @@ from contextlib import redirect_stdout
 
 from _measure import publish
 from _rivals_cases import CASES
-from _rivals_rounds import Measured, Options, add_choices, measure
+from _rivals_rounds import USUAL_STEPS, Measured, Options, add_choices, measure
 from _rivals_sides import SIDES
 from _rivals_tables import columns, missing, rows, verdict_columns, verdicts
 
+LIMIT_S = 300
 BY_DEFAULT = [name for name, side in SIDES.items() if side.by_default]
 
 
 def write(measured: Measured, command: str) -> None:
     verdict = {"columns": verdict_columns(measured), "rows": verdicts(measured)}
     details = {"verdicts": verdict, "not measured": missing(measured), **measured.details()}
-    publish("rivals", command, columns(measured), rows(measured), details, by_machine=True)
+    steps = measured.options.steps
+    name = "rivals" if steps == USUAL_STEPS else f"rivals-{steps}-steps"
+    publish(name, command, columns(measured), rows(measured), details, by_machine=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_choices(parser, BY_DEFAULT)
     parser.add_argument("--python", action="append", default=[], metavar="SIDE=PATH", help="the interpreter of a side")
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="after which a run is cut off")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="after which a run is cut off")
     chosen, _ = parser.parse_known_args()
     options = Options(
         models=chosen.models,
@@ -52,6 +56,7 @@ def main() -> None:
     command = f"python benchmarks/rivals.py --steps {options.steps} --rounds {options.rounds}"
     command += "" if chosen.models == list(CASES) else f" --models {','.join(chosen.models)}"
     command += "" if chosen.sides == BY_DEFAULT else f" --sides {','.join(chosen.sides)}"
+    command += "" if chosen.limit == LIMIT_S else f" --limit {chosen.limit:g}"
     print(f"about {options.estimate_s() / 60:.0f} minutes, if nothing else computes", flush=True)
     for measured in measure(options):
         with redirect_stdout(io.StringIO()):  # the table so far

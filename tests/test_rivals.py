@@ -39,6 +39,12 @@ def test_sides_start_alike_and_a_tool_that_is_not_there_is_said(
     assert line.startswith("Composer: ")
 
 
+def test_what_compiles_for_a_minute_is_measured_once(part: Callable[[str], Any]) -> None:
+    rounds = part("_rivals_rounds")
+    options = rounds.Options(models=["mlp"], sides=["plain", "hand-compile", "accel"], steps=4, rounds=2)
+    assert list(map(options.sides_of, range(2))) == [["plain", "hand-compile", "accel"], ["plain", "accel"]]
+
+
 def measured_runs(part: Callable[[str], Any], **seconds: list[float | None]) -> Any:
     """Of the MLP, by sides: what 1,000 steps took in each round; None is a run that was cut off."""
     rounds = part("_rivals_rounds")
@@ -62,6 +68,13 @@ def test_the_verdict_is_over_the_best_other_side_by_rounds(part: Callable[[str],
     best = part("_rivals_sides").SIDES["hand-compile"].title
     assert verdict == ["an MLP", best, "0.96x", "0.80 to 1.00", "0.97x: no", "2.40x"]
     assert len(verdict) == len(tables.verdict_columns(measured))
+
+
+def test_an_expert_who_keeps_the_trainer_has_a_column(part: Callable[[str], Any]) -> None:
+    tables = part("_rivals_tables")
+    measured = measured_runs(part, lightning_hand=[8.0], hand=[6.0], accel=[8.0])
+    assert tables.verdict_columns(measured)[-1] == "over Lightning, with an expert's changes"
+    assert tables.verdicts(measured)[0][-1] == "1.00x"
 
 
 def test_a_run_that_was_cut_off_is_no_best_and_has_no_ratio(part: Callable[[str], Any]) -> None:

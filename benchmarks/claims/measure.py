@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -19,14 +20,13 @@ from torch.optim import Optimizer
 
 from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.claims.claim import Figure, Target
-from lightning_accel.core.clocks import Deadline, Stopwatch
-from lightning_accel.core.device import synchronize
 from lightning_accel.core.host import usable_cores
+from lightning_accel.experiment.time_calls import Prepare, time_calls
 from lightning_accel.memory.meter import meter_for
 
 _RESAMPLES = 2000
-_LEAST_ROUNDS, _MOST_ROUNDS = 7, 301
-_LEAST_CALL_MS = 2.0
+_LEAST_ROUNDS = 7
+_LEAST_CALL_S = 0.002
 
 NOTHING_ELSE: dict[str, Any] = {"memory_format": "off", "inplace_activations": False, "flash_attention": "off"}
 """The techniques that a plan has by itself, switched off: of a row that measures another, or one of them alone."""
@@ -39,8 +39,8 @@ def device() -> torch.device:
 
 def interleaved_ms(sides: Mapping[str, Callable[[], Any]], *, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
     """Milliseconds of every side in every round; the sides take turns, so that the machine's mood hits all alike."""
-    spent = _in_turns(sides, dict.fromkeys(sides, 1), least=warm_up + rounds, most=warm_up + rounds)
-    return {name: milliseconds[warm_up:] for name, milliseconds in spent.items()}
+    taken = time_calls(_prepared(sides), device(), rounds=warm_up + rounds)
+    return {name: [1e3 * each for each in seconds[warm_up:]] for name, seconds in taken.items()}
 
 
 def timed_ms(sides: Mapping[str, Callable[[], Any]], *, seconds: float = 3.0) -> dict[str, list[float]]:
@@ -48,33 +48,22 @@ def timed_ms(sides: Mapping[str, Callable[[], Any]], *, seconds: float = 3.0) ->
 
     What is quick is called many times a round, and its milliseconds are those of one call.
     """
-    calls = {}
-    for name, side in sides.items():
+    for side in sides.values():
         side()  # the first call builds, allocates, finds its algorithm
-        calls[name] = max(1, round(_LEAST_CALL_MS / max(_milliseconds(side, 1), 1e-3)))
-    return _in_turns(sides, calls, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, seconds=seconds)
+    once = time_calls(_prepared(sides), device())
+    calls = {name: max(1, round(_LEAST_CALL_S / max(taken, 1e-6))) for name, (taken,) in once.items()}
+    repeated = {name: functools.partial(_repeat, side, calls[name]) for name, side in sides.items()}
+    spent = time_calls(_prepared(repeated), device(), rounds=_LEAST_ROUNDS, seconds=seconds)
+    return {name: [1e3 * each / calls[name] for each in taken] for name, taken in spent.items()}
 
 
-def _in_turns(
-    sides: Mapping[str, Callable[[], Any]], calls: Mapping[str, int], *, least: int, most: int, seconds: float = 0.0
-) -> dict[str, list[float]]:
-    spent: dict[str, list[float]] = {name: [] for name in sides}
-    deadline = Deadline(seconds)
-    for round_ in range(most):
-        if round_ >= least and deadline.is_over():
-            break
-        for name in sides if round_ % 2 == 0 else reversed(list(sides)):
-            spent[name].append(_milliseconds(sides[name], calls[name]))
-    return spent
+def _prepared(sides: Mapping[str, Callable[[], Any]]) -> dict[str, Prepare]:
+    return {name: functools.partial(nullcontext, side) for name, side in sides.items()}
 
 
-def _milliseconds(side: Callable[[], Any], calls: int) -> float:
-    synchronize(device())
-    stopwatch = Stopwatch()
+def _repeat(side: Callable[[], Any], calls: int) -> None:
     for _ in range(calls):
         side()
-    synchronize(device())
-    return 1e3 * stopwatch.seconds() / calls
 
 
 def without_gradients(call: Callable[..., Any], *inputs: Tensor) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -12,14 +13,15 @@ import torch
 
 from lightning_accel.claims import measure, row_16_sqrt_det, row_17_gaussian
 from lightning_accel.claims.claim import Figure
+from lightning_accel.experiment.time_calls import time_calls
 
 pytestmark = pytest.mark.numbers
 
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_LEAST_CALL_MS", 0.01)
-    monkeypatch.setattr(measure, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(measure, "_LEAST_CALL_S", 1e-5)
+    monkeypatch.setattr(measure, "time_calls", functools.partial(time_calls, most_s=0.01))
 
 
 def test_claim_16_is_measured_for_one_matrix_and_for_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,15 +91,16 @@ def test_a_speedup_is_the_median_of_paired_rounds() -> None:
 
 
 @pytest.mark.parametrize("measure", [interleaved_ms, timed_ms])
-def test_sides_take_turns_and_each_goes_first_in_every_other_round(measure: Any) -> None:
+def test_sides_take_turns_and_each_goes_first_in_some_rounds(measure: Any) -> None:
     calls: list[str] = []
     sides = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    settings = {"rounds": 4, "warm_up": 0} if measure is interleaved_ms else {"seconds": 0}
+    settings = {"rounds": 20, "warm_up": 0} if measure is interleaved_ms else {"seconds": 0}
     spent = measure(sides, **settings)
     assert len(spent["a"]) == len(spent["b"]) > 0
     turns = [name for index, name in enumerate(calls) if index == 0 or calls[index - 1] != name]
     if measure is interleaved_ms:
-        assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
+        rounds = [tuple(calls[start : start + 2]) for start in range(0, 40, 2)]
+        assert set(rounds) == {("a", "b"), ("b", "a")}
     assert len(turns) > 4
 
 

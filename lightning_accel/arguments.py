@@ -54,8 +54,9 @@ class CompileOptions(Options):
     """Compilation and CUDA graphs. A run has at most one of them.
 
     Attributes:
-        mode: ``"on"`` compiles the repeated blocks. ``"auto"`` does so if live trials find whole steps to be faster and
-            the run is long enough to recover the compilation time. Or a mode of :func:`torch.compile`.
+        mode: ``"on"`` compiles the repeated blocks, or else each module of several layers. ``"auto"`` does so if live
+            trials find whole steps to be faster and the run is long enough to recover the compilation time. Or a mode
+            of :func:`torch.compile`.
         graphs: ``"on"`` captures the repeated blocks in CUDA graphs and replays these while shapes stay the same.
             ``"auto"`` keeps graphs if live trials find whole steps to be faster, and worth the memory.
     """
@@ -207,9 +208,8 @@ class Arguments:
             precision: ``"auto"``: bfloat16 if the device computes in it natively, float16 with a gradient scaler on
                 older CUDA cards, else float32; ``"off"``, which is ``"32-true"``; ``"16-mixed"``; ``"bf16-mixed"``. Or
                 :class:`PrecisionOptions`: ``format``, ``matmul``.
-            compile: ``"off"``; ``"on"`` compiles the repeated blocks; ``"auto"`` does so if live trials find whole
-                steps to be faster; or a mode of :func:`torch.compile`. Or :class:`CompileOptions`: ``mode``,
-                ``graphs``.
+            compile: ``"off"``; ``"on"`` compiles blocks; ``"auto"`` does so if live trials find whole steps to be
+                faster; or a mode of :func:`torch.compile`. Or :class:`CompileOptions`: ``mode``, ``graphs``.
             memory: ``"auto"`` puts on what needs less memory when a training step runs out of memory; ``"off"`` does
                 nothing; ``"12GiB"`` or ``"40%"`` of the device is the most that a training step may need. Or
                 :class:`MemoryOptions`: ``budget``, ``checkpoint``, ``blocks``, ``offload``, ``pack``, ``on_oom``.

@@ -1,4 +1,4 @@
-"""Compilation of the repeated blocks with ``torch.compile``, each by itself, after every other edit."""
+"""Compilation of blocks with ``torch.compile``, each by itself, after every other edit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.blocks import find_blocks
+from lightning_accel.core.blocks import repeated_blocks, units
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.compiled import CompiledKind, compiled_anew, is_compiled, is_gathered_by_hooks
 from lightning_accel.core.host import Host
@@ -67,6 +67,8 @@ def _conflicts(settings: CompileSetting, all_settings: Mapping[str, Any], verify
 class Compilation(Technique):
     """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
 
+    Where no block is repeated, as in a multilayer perceptron, the modules of several layers are compiled.
+
     A block that fails to compile, or computes other numbers than the original, is given back, and so is one that is
     compiled anew again and again. A deterministic run, where clocks decide nothing, does not do ``"auto"`` at all. To
     ``prepare`` is to edit a captured graph, in place, before the compiler gets it.
@@ -111,9 +113,13 @@ class Compilation(Technique):
 
     @override
     def sites(self, model: nn.Module, host: Host) -> Iterator[Patch]:
-        blocks = find_blocks(model)
+        # Not a LightningModule with a forward of its own: strategies put training_step in its place.
+        own = {site: unit for site, unit in units(model).items() if not hasattr(unit, "training_step")}
+        blocks = repeated_blocks(model) or own
         if not blocks:
-            why_not = f"{type(model).__name__} has no repeated blocks, and whole training steps are not compiled"
+            why_not = (
+                f"{type(model).__name__} has no module of several layers, and whole training steps are not compiled"
+            )
             yield Site("", why_not=why_not)
         for site, block in blocks.items():
             if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):

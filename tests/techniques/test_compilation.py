@@ -283,15 +283,37 @@ def test_a_machine_that_cannot_compile_is_told_how_to_and_goes_on(host: Host, re
 
 
 def test_a_model_without_blocks_is_a_warning_and_with_strict_an_error() -> None:
-    with pytest.warns(AccelWarning, match="Linear has no repeated blocks"):
+    with pytest.warns(AccelWarning, match="Linear has no module of several layers"):
         compiling(nn.Linear(2, 2)).undo()
     with pytest.raises(AccelError):
         compiling(nn.Linear(2, 2), strict=True)
 
 
+def test_where_no_block_is_repeated_modules_of_several_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend(monkeypatch)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.Flatten()))
+    handle = compiling(model)
+    for _ in range(3):
+        with handle.step():
+            loss = model(torch.randn(4, 8)).sum()
+        loss.backward()
+    assert handle.report.applied("compile") == ["0", "1"]
+    assert backend.compiled == 2
+    handle.undo()
+
+
+def test_a_module_that_trains_itself_is_no_block() -> None:
+    class Trains(nn.Sequential):
+        def training_step(self) -> None: ...
+
+    handle = compiling(Trains(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "auto")
+    assert "whole training steps are not compiled" in handle.report.refused("compile")[""]
+    handle.undo()
+
+
 def test_auto_finds_nothing_without_a_warning() -> None:
     handle = compiling(nn.Linear(2, 2), "auto")
-    assert "no repeated blocks" in handle.report.refused("compile")[""]
+    assert "no module of several layers" in handle.report.refused("compile")[""]
     handle.undo()
 
 

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from lightning_accel import MemorySchedule, Plan, accelerate
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.tree import unique_bytes
-from lightning_accel.memory.schedule import FixedMemory, state_of
+from lightning_accel.memory.schedule import FixedMemory
 
 SHARES = (0.8, 0.6, 0.4, 0.25)
 TASKS: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]] = {

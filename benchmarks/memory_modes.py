@@ -21,8 +21,9 @@ from torch.nn import functional as F
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_step_bytes
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.tree import unique_bytes
-from lightning_accel.memory.schedule import FixedMemory, state_of
+from lightning_accel.memory.schedule import FixedMemory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

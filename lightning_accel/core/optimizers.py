@@ -1,4 +1,4 @@
-"""Finds the optimizers that train a model, for callers that are not given them."""
+"""Finds the optimizers that train a model, for callers that are not given them, and the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_accel.core.tree import tensors_in
+
+
+def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Returns the tensors in the states of optimizers."""
+    return [tensor for optimizer in optimizers for tensor in tensors_in(list(optimizer.state.values()))]
 
 
 def living_optimizers(model: nn.Module) -> list[Optimizer]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import HostClock
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.torch_private.autograd import is_in_backward, latest_node, node_under_way
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.user_frames import users_line
@@ -89,7 +90,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
                 step_breakdown.PARAMETERS: parameters,
                 step_breakdown.BUFFERS: _plain(self._model.buffers()),
                 step_breakdown.GRADIENTS: _plain(p.grad for p in parameters),
-                step_breakdown.STATES: _plain(_states(optimizers)),
+                step_breakdown.STATES: _plain(state_of(optimizers)),
                 step_breakdown.BATCH: _plain(tensors_in(batch)),
             }
             for category, tensors in held.items():
@@ -155,7 +156,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         gradients = _plain(p.grad for p in _plain(self._model.parameters()))
         least_ms = statistics.quantiles((one.ms for one in operations), n=10)[0] if len(operations) > 1 else 0.0
         of_model = [one for one in operations if one.cost.module != OPTIMIZER]
-        memory = self._blocks.peak(gradients, _plain(_states(optimizers)), self._metered_bytes)
+        memory = self._blocks.peak(gradients, _plain(state_of(optimizers)), self._metered_bytes)
         costs = sorted(self._costs.values(), key=lambda one: one.forward_ms + one.backward_ms, reverse=True)[:MOST]
         anatomy = Anatomy(
             modules=costs,
@@ -282,7 +283,3 @@ MOST = 1000
 def _plain(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     """Those that have a storage to be looked at."""
     return [t for t in tensors if t is not None and not nn.parameter.is_lazy(t) and t.layout is torch.strided]
-
-
-def _states(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    return [tensor for optimizer in optimizers for tensor in tensors_in(list(optimizer.state.values()))]

@@ -65,7 +65,7 @@ def with_less_memory(failure: Failure, engine: RunEngine, memory: OomRecovery) -
     while failure.trains and memory.put_on_next():
         yield Fallback()
     while engine.is_trying:  # the trial itself may have exhausted the memory
-        engine.revert_all(_remark(failure))
+        engine.revert_all(f"a step raised {one_line(failure.error)}")
         engine.end_trials()
         yield Fallback()
     if not failure.trains:
@@ -74,7 +74,7 @@ def with_less_memory(failure: Failure, engine: RunEngine, memory: OomRecovery) -
 
 def with_fewer_edits(failure: Failure, engine: RunEngine, outputs: StepOutputs) -> Iterator[Fallback]:
     """Yields after each change that may let a step succeed. After the last one, all is as the user wrote it."""
-    error, remark = failure.error, _remark(failure)
+    error, remark = failure.error, f"a step raised {one_line(failure.error)}"
     is_edit = isinstance(error, EditError)
     # The step may have failed on a tensor that an earlier turn left in another dtype or layout.
     certain = [*outputs.mend(), *(failure.suspects if is_edit else ())]
@@ -105,11 +105,6 @@ def _without_option_on_trial(failure: Failure, engine: RunEngine) -> Iterator[Fa
     if engine.live is not None and engine.live.yields(error):
         line = f"a step with an option on trial raised {one_line(error)}, and ran without it"
         yield Fallback(functools.partial(engine.report.note, line))
-
-
-def _remark(failure: Failure) -> str:
-    """Returns the error in one line, for the report."""
-    return f"a step raised {one_line(failure.error)}"
 
 
 def suspects(error: BaseException) -> list[str]:

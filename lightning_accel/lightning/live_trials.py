@@ -177,7 +177,7 @@ class LiveTuning(TrainerTurns):
 
     def _put(self, choices: Choices) -> None:
         self._switched(not choices)
-        _rest(self._engine, self._arms, choices)
+        self._engine.disable(arm.name for arm in self._arms if arm.name not in choices)
 
     def _recalled(self, key: Key) -> Tuning | None:
         known, complaint = None, ""
@@ -229,9 +229,5 @@ def set_choices(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> Non
     """Applies settled choices in a run without live trials, such as an evaluation."""
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
-    _rest(engine, arms, choices)
-    engine.report.settled({arm.name for arm in arms} - choices.keys())
-
-
-def _rest(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> None:
     engine.disable(arm.name for arm in arms if arm.name not in choices)
+    engine.report.settled({arm.name for arm in arms} - choices.keys())

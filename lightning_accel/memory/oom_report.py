@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.oom_errors import asked_bytes
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.text_columns import aligned
 from lightning_accel.core.tree import tensors_in, unique_bytes
 from lightning_accel.core.user_frames import is_users
@@ -63,13 +64,12 @@ def take_inventory(
         return unique_bytes(t for t in tensors if t is not None and not is_lazy(t) and t.device.type == device.type)
 
     optimizers = list(optimizers)
-    states = [tensor for optimizer in optimizers for tensor in tensors_in(list(optimizer.state.values()))]
     names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     fixed = {
         "parameters": held(model.parameters()),
         "gradients": held(p.grad for p in model.parameters() if not is_lazy(p)),
         "buffers": held(model.buffers()),
-        f"states of {names}": held(states),
+        f"states of {names}": held(state_of(optimizers)),
     }
     batch_bytes = held(tensors_in(batch))
     known = sum(fixed.values()) + batch_bytes

@@ -23,6 +23,7 @@ from lightning_accel.core.checks import SettingError
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.device import synchronize
 from lightning_accel.core.isolation import is_trial
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.torch_private.autograd import is_in_backward
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.memory.costs import BlockCost, BlockCosts, Policy, kind_of, measure_block, run_block
@@ -31,7 +32,7 @@ from lightning_accel.memory.meter import MemoryInterval, MeterBusyError, meter_f
 from lightning_accel.memory.offload import Offloader, Offloading
 from lightning_accel.memory.recorder import BlockCall, OptimizerWatch, StepRecorder
 from lightning_accel.memory.saved_tensors import saving
-from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule, state_of
+from lightning_accel.memory.schedule import BlockSchedule, FixedMemory, MemorySchedule
 
 CONFIRMING_STEPS = 3
 # A step without an optimizer step is part of an accumulation. Its last step holds all gradients.

@@ -10,14 +10,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.device import device_of
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.patch import PatchSet
 from lightning_accel.core.text_columns import aligned
-from lightning_accel.core.tree import tensors_in, unique_bytes
+from lightning_accel.core.tree import unique_bytes
 from lightning_accel.memory.costs import OFFLOADING, BlockCosts, Policy, run_block
 from lightning_accel.memory.knapsack import Policies, Stage
 from lightning_accel.memory.offload import Offloader, Offloading
@@ -48,11 +49,6 @@ class FixedMemory:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.buffers
-
-
-def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Returns the tensors in the states of optimizers."""
-    return [t for optimizer in optimizers for t in tensors_in([dict(s) for s in optimizer.state.values()])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ class Facts:
     def of(cls, run: TrialRun) -> Facts:
         """Measures a run that has just begun, during a few more turns. Raises the errors of :meth:`TrialRun.block`."""
         first = run.block(_FIRST_TURNS)
-        turns = _turns_in(_BLOCK_S, first.seconds / _FIRST_TURNS)
+        turns = max(1, math.ceil(_BLOCK_S / (first.seconds / _FIRST_TURNS)))
         block = run.block(turns)
         return cls(
             started_s=run.ready.started_s,
@@ -111,7 +111,7 @@ class Facts:
     @property
     def block_turns(self) -> int:
         """Returns the number of turns of a block that is long enough to be timed."""
-        return _turns_in(_BLOCK_S, self.turn_s)
+        return max(1, math.ceil(_BLOCK_S / self.turn_s))
 
     def settling_turns(self, loader: Mapping[str, Any], accumulate: int) -> int:
         """Returns the turns after a pause that do not count: caches are cold, and workers have loaded batches ahead."""
@@ -122,10 +122,6 @@ class Facts:
     def block_s(self, settle: int) -> float:
         """Returns the seconds of a block, including the turns before it that do not count."""
         return self.turn_s * (self.block_turns + settle)
-
-
-def _turns_in(seconds: float, turn_s: float) -> int:
-    return max(1, math.ceil(seconds / turn_s))
 
 
 def worth_of_memory(original: Facts, candidate: Facts, objective: Objective) -> float:

@@ -19,7 +19,7 @@ from lightning_accel.core.tree import changeable_argument, tensors_in
 from lightning_accel.experiment.trial import Trial
 from lightning_accel.experiment.trial_runs import TrialSide
 from lightning_accel.techniques.arms import OFF
-from lightning_accel.techniques.graphed_block import Capture, Forward, GraphedBlock
+from lightning_accel.techniques.graphed_block import Capture, GraphedBlock
 from lightning_accel.techniques.technique_context import TechniqueContext, Verdict
 
 Prepare = Callable[[GraphModule], None]
@@ -109,7 +109,7 @@ class ReplayedPatch(CompilePatch):
         compiled = compiled_call(self.block)
         if self._is_chosen and not self.why_not_replayed and compiled is not None:
             self._graphed.pause(False)
-            set_compiled_call(self.block, self._replaying(compiled))
+            set_compiled_call(self.block, lambda *args, **kwargs: self._graphed.call(compiled, args, kwargs))
 
     @override
     def _undo(self) -> None:
@@ -140,9 +140,6 @@ class ReplayedPatch(CompilePatch):
     def _given_back(self, why: str) -> None:
         self.why_not_replayed = why
         self._run.revise(self.site, Verdict("kept", self.remark))
-
-    def _replaying(self, compiled: Forward) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._graphed.call(compiled, args, kwargs)
 
 
 def alike(block: nn.Module, args: Any, kwargs: Any) -> Hashable:

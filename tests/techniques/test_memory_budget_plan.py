@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel import OffloadingOptions, Plan, plan_memory
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.memory.meter import meter_for
-from lightning_accel.memory.schedule import state_of
 from lightning_accel.techniques.activation_offloading import OffloadingSetting
 from support.models import TinyTransformer
 from support.techniques.memory_budget_cases import (

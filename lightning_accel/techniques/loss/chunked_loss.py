@@ -124,7 +124,9 @@ class _LinearCrossEntropy(Function):
     @override
     def backward(ctx: Any, *gradients: Any) -> Any:
         upstream: Tensor = gradients[0]
-        saved: Any = ctx.saved_tensors if _is_needed(ctx) else (None,) * 5
+        # In a second pass, torch says where ``retain_graph=True`` was not given.
+        is_computed_anew = torch.is_grad_enabled() or ctx.form.reduction == "none" or ctx.gradients is None
+        saved: Any = ctx.saved_tensors if is_computed_anew else (None,) * 5
         rows, weight, bias, target, class_weight = saved
         problem = LossProblem(rows, weight, bias, target, class_weight, ctx.form, ctx.rows_at_once)
         if torch.is_grad_enabled():  # by create_graph=True
@@ -138,11 +140,6 @@ class _LinearCrossEntropy(Function):
                 _, found = _in_pieces(problem, ctx.wanted)
             share = ctx.share * upstream
         return (*(None if gradient is None else _scaled(gradient, share) for gradient in found), None, None)
-
-
-def _is_needed(ctx: Any) -> bool:
-    """Whether a backward pass computes anew. In a second one torch says where ``retain_graph=True`` was not given."""
-    return torch.is_grad_enabled() or ctx.form.reduction == "none" or ctx.gradients is None
 
 
 def _scaled(gradient: Tensor, share: Tensor) -> Tensor:

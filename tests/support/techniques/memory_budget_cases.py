@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_accel import MemorySchedule, Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
+from lightning_accel.core.optimizers import state_of
 from lightning_accel.memory.meter import meter_for
-from lightning_accel.memory.schedule import FixedMemory, state_of
+from lightning_accel.memory.schedule import FixedMemory
 
 SETTLED = 10  # steps after which a plan is found, measured and timed
 PLAIN: dict[str, Any] = {

@@ -8,7 +8,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,10 @@ def timed_ms(sides: Mapping[str, Callable[[], Any]], *, seconds: float = 3.0) ->
 
 
 def _prepared(sides: Mapping[str, Callable[[], Any]]) -> dict[str, Prepare]:
-    return {name: functools.partial(nullcontext, side) for name, side in sides.items()}
+    def prepare(side: Callable[[], Any]) -> AbstractContextManager[Callable[[], object]]:
+        return nullcontext(side)
+
+    return {name: functools.partial(prepare, side) for name, side in sides.items()}
 
 
 def _repeat(side: Callable[[], Any], calls: int) -> None:

@@ -32,6 +32,8 @@ PLAIN_STEPS = 3
 _SURE_STEPS = 15  # after these, the time of a step is certain: on a GPU, the calls of the first steps return early
 _LEAST_TURNS = 0.7  # turns of slower arms that a run must be able to pay for: fewer prove nothing
 _WORTH = 0.1  # the largest share of the remaining time that a later trial may take
+# A run waits until it can pay for everything that it will ever be able to pay for, but at most this long.
+_WAIT, _WAIT_STEPS = 0.1, 300  # a share of the run; a number of steps
 
 
 class PlainStart:
@@ -45,6 +47,8 @@ class PlainStart:
         make_run: Callable[[], Run],
         start: Callable[[Run, Mapping[str, str]], None],
         stay_plain: Callable[[str], None],
+        *,
+        wins_untried: bool,
     ) -> None:
         self._program, self._kept, self._purse, self._run = program, program.kept, purse, run
         self._make_run, self._start, self._stay_plain = make_run, start, stay_plain
@@ -53,6 +57,7 @@ class PlainStart:
         self.steps = PlainSteps(self._trainer, purse)
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
+        self._wins_untried = wins_untried
         self._has_gone_on = False
         self.is_over = False
 
@@ -159,10 +164,12 @@ class PlainStart:
             if not self._open():
                 return
         assert self._run is not None
-        self._go_to_work(self._run)
+        left_out = self._left_out(self._run)
+        if left_out is not None:
+            self._go_to_work(self._run, left_out)
 
-    def _go_to_work(self, run: Run) -> None:
-        purse, left_out = self._purse, self._left_out(run)
+    def _go_to_work(self, run: Run, left_out: Mapping[str, str]) -> None:
+        purse = self._purse
         with purse.paying("setting up"):
             costs = run.engine.costs_s(purse.step_s or 0.0)
             tried = {name: cost_s for name, cost_s in costs.items() if name not in left_out}
@@ -186,7 +193,7 @@ class PlainStart:
         run.close()
         self._program.restart(settled)
         self._run = self._make_run()
-        self._go_to_work(self._run)
+        self._go_to_work(self._run, self._left_out(self._run) or {})
 
     def _can_try_the_rest(self) -> bool:
         # Fewer turns are too few for a comparison.
@@ -201,7 +208,8 @@ class PlainStart:
         """Returns whether the run, in which nothing has won, waits once until it can pay for the other techniques."""
         if self._has_gone_on or not (self._purse.owed_s and self._rest_s <= self._purse.to_come_s):
             return False
-        self._has_gone_on, self._is_open, self._kept.tuning, self._run = True, False, None, None
+        self._has_gone_on, self._wins_untried, self._is_open = True, False, False
+        self._kept.tuning, self._run = None, None
         self.steps.are_plain = True
         return True
 
@@ -226,21 +234,26 @@ class PlainStart:
         self._is_open = True
         return True
 
-    def _left_out(self, run: Run) -> dict[str, str]:
-        """Returns the techniques that the run cannot try now, with reasons."""
+    def _left_out(self, run: Run) -> dict[str, str] | None:
+        """Returns the techniques that the run cannot try now, with reasons. None if it can soon pay for more."""
         purse, step_s = self._purse, self._purse.step_s
         if step_s is None:  # a resumed run, whose decisions hold
             return {}
         expected = run.engine.costs_s(step_s).items()
         costs = sorted((max(cost_s, purse.owed_s.get(name, 0.0)), name) for name, cost_s in expected)
+        is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
-        now, owed_s = 0.0, {}
+        now = ever = 0.0
+        owed_s = {}
         for cost_s, name in costs:
+            ever += cost_s
             if purse.can_pay(now + cost_s) and now + cost_s <= to_come_s:
                 now += cost_s
-            else:
-                owed_s[name] = cost_s
+                continue
+            if is_early and ever <= to_come_s:
+                return None
+            owed_s[name] = cost_s
         purse.owed_s = owed_s
         why = "not tried: it would take about {:.2g} s, more than this run can pay"
         return {name: why.format(cost_s) for name, cost_s in owed_s.items()}

@@ -120,7 +120,9 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             self._stay_plain("no fit has shown that it is faster")
             return module
         assert self.purse is not None
-        self._plain_start = PlainStart(program, self.purse, self._run, make_run, start, self._stay_plain)
+        wins_untried = self._asked == "auto" and precision != "32-true"
+        terms = program, self.purse, self._run, make_run, start, self._stay_plain
+        self._plain_start = PlainStart(*terms, wins_untried=wins_untried)
         self.purse.pay("getting ready", seconds() - began)
         return module
 

@@ -125,7 +125,7 @@ class TechniqueRun:
         """Applies the verdicts of a trial, and remembers them for resumed and later runs if the trial was complete."""
         if all(verdict.kind != "too_dear" for verdict in verdicts.values()):
             self._remember(verdicts)
-        elif (purse := self.context.purse) is not None:
+        elif (purse := self.context.purse) is not None and not any(verdict.keep for verdict in verdicts.values()):
             purse.owed_s[self.name] = 2 * purse.spent_s[TRIALS]  # it takes longer than it was expected to
         self.carry_out(verdicts)
 

@@ -58,7 +58,6 @@ class PlainStart:
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
         self._wins_untried = wins_untried
-        self._has_gone_on = False
         self.is_over = False
 
     @property
@@ -206,10 +205,9 @@ class PlainStart:
 
     def goes_on(self) -> bool:
         """Returns whether the run, in which nothing has won, waits once until it can pay for the other techniques."""
-        if self._has_gone_on or not (self._purse.owed_s and self._rest_s <= self._purse.to_come_s):
+        if not (self._wins_untried and self._purse.owed_s and self._rest_s <= self._purse.to_come_s):
             return False
-        self._has_gone_on, self._wins_untried, self._is_open = True, False, False
-        self._kept.tuning, self._run = None, None
+        self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
         self.steps.are_plain = True
         return True
 

@@ -304,6 +304,9 @@ def test_where_no_block_is_repeated_modules_of_several_layers_are_compiled(monke
 
 def test_a_module_that_trains_itself_is_no_block() -> None:
     class Trains(nn.Sequential):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs)
+
         def training_step(self) -> None: ...
 
     handle = compiling(Trains(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "auto")

@@ -87,12 +87,9 @@ class Engine:
 
     def costs_s(self, step_s: float) -> dict[str, float]:
         """Estimates the seconds that techniques cost at first if a step takes ``step_s``. Free ones are left out."""
-        costs = [
-            (run.name, run.context.setup_s + step_s * run.traits.trial_steps * (run.name not in self.decisions))
-            for run in self._active
-            if run.patches and run.record.state == "waiting"  # others answer a lack of memory, and are at work
-        ]
-        return {name: cost_s for name, cost_s in costs if cost_s}
+        # Others answer a lack of memory, and are at work.
+        waiting = [run for run in self._active if run.patches and run.record.state == "waiting"]
+        return {run.name: cost_s for run in waiting if (cost_s := run.cost_s(step_s))}
 
     def begin(self, left_out: Mapping[str, str] | None = None) -> None:
         """Starts the techniques: those without a trial act from now on, the others are tried in the next steps.

@@ -18,7 +18,7 @@ from lightning_accel.core.purse import TRIALS
 from lightning_accel.core.report import AccelError, TechniqueReport, one_line
 from lightning_accel.core.states import SiteChanged, VerdictKind
 from lightning_accel.techniques.arms import OFF, Arm
-from lightning_accel.techniques.base import Technique
+from lightning_accel.techniques.base import Technique, Traits
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
 from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
@@ -49,7 +49,7 @@ class TechniqueRun:
         refresh: Callable[[], None],
     ) -> None:
         self.technique, self.name, self.record = technique, technique.name, record
-        self.traits, self.context = technique.traits, technique.run
+        self.context = technique.run
         self.patches, self.optimizer_patches = PatchSet(), PatchSet()  # applied or waiting
         self.is_disabled = False  # by live trials, for the following steps
         self.is_closed = False
@@ -60,6 +60,11 @@ class TechniqueRun:
     def is_active(self) -> bool:
         """Whether the technique takes part in the run."""
         return not self.is_closed and self.record.state in ("waiting", "decided")
+
+    @property
+    def traits(self) -> Traits:
+        """Returns the technique's traits, some of which follow from its sites."""
+        return self.technique.traits
 
     @property
     def has_edits(self) -> bool:
@@ -115,6 +120,10 @@ class TechniqueRun:
         if self.traits.trial_step is None and self.patches:
             self.settle()
 
+    def cost_s(self, step_s: float) -> float:
+        """Estimates the seconds that the technique costs at first if a step takes ``step_s``."""
+        return self.context.setup_s + step_s * self.traits.trial_steps * (self.name not in self._decisions)
+
     def trial(self) -> AbstractContextManager[Verdicts]:
         """Returns the context of the forward pass that tests the edits. Without a trial, it keeps all edits."""
         if self.context.verify:
@@ -126,7 +135,7 @@ class TechniqueRun:
         if all(verdict.kind != "too_dear" for verdict in verdicts.values()):
             self._remember(verdicts)
         elif (purse := self.context.purse) is not None and not any(verdict.keep for verdict in verdicts.values()):
-            purse.owed_s[self.name] = 2 * purse.spent_s[TRIALS]  # it takes longer than it was expected to
+            purse.owed_s[self.name] = max(self.cost_s(purse.step_s or 0.0), 2 * purse.spent_s[TRIALS])
         self.carry_out(verdicts)
 
     def carry_out(self, verdicts: Verdicts) -> None:

@@ -8,6 +8,7 @@ surrounds a step.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -151,7 +152,7 @@ class PlainStart:
 
     def _consider(self) -> None:
         purse = self._purse
-        if purse.owed_s and not self._can_try_the_rest():
+        if purse.owed_s and not self._rest():
             return
         if not self._is_open:
             opening_s = self._program.opening_s
@@ -184,28 +185,52 @@ class PlainStart:
     def _try_the_rest(self, run: Run) -> None:
         """Restarts with techniques that were too expensive at first, once faster steps have saved enough time."""
         settled = None if run.live is None or not self._purse.owed_s else run.live.settled
-        if settled is None or settled.whole is None or not (settled.is_proven and self._can_try_the_rest()):
+        if settled is None or settled.whole is None or not settled.is_proven:
             return
         left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
-        if self._rest_s > _WORTH * left_s:
+        rest = self._rest(_WORTH * left_s)
+        if not rest:
             return
         run.close()
         self._program.restart(settled)
         self._run = self._make_run()
-        self._go_to_work(self._run, self._left_out(self._run) or {})
+        self._go_to_work(self._run, self._put_off(self._purse.owed_s, rest))
 
-    def _can_try_the_rest(self) -> bool:
-        # Fewer turns are too few for a comparison.
-        return self._purse.can_pay(self._rest_s) and turns_left(self._trainer) >= MIN_TURNS
+    def _rest(self, most_s: float = math.inf) -> set[str]:
+        """Returns the techniques that were left out and can be tried now. Empty while the run can soon pay for more."""
+        if turns_left(self._trainer) < MIN_TURNS:
+            return set()
+        return self._affordable(self._purse.owed_s, self._again_s, most_s, may_wait=True) or set()
 
     @property
-    def _rest_s(self) -> float:
-        """The seconds that it takes to try the techniques that were left out, with a turn for their comparison."""
-        return sum(self._purse.owed_s.values()) + self._program.opening_s + (self._purse.turn_s or 0.0)
+    def _again_s(self) -> float:
+        """The seconds of another start, with a turn for its comparison: fewer are too few."""
+        return self._program.opening_s + (self._purse.turn_s or 0.0)
+
+    def _affordable(
+        self, costs_s: Mapping[str, float], beside_s: float, most_s: float, *, may_wait: bool
+    ) -> set[str] | None:
+        """Returns which techniques to try now, the cheapest first. None if the run can soon pay for more.
+
+        ``beside_s`` is paid with them, and ``most_s`` is what the run may pay for all of it until its end.
+        """
+        now_s, chosen = beside_s, set()
+        most_s = min(most_s, self._purse.to_come_s)
+        for cost_s, name in sorted((cost_s, name) for name, cost_s in costs_s.items()):
+            now_s += cost_s
+            if now_s > most_s:
+                break
+            if not self._purse.can_pay(now_s):
+                if may_wait:
+                    return None
+                break
+            chosen.add(name)
+        return chosen
 
     def goes_on(self) -> bool:
         """Returns whether the run, in which nothing has won, waits once until it can pay for the other techniques."""
-        if not (self._wins_untried and self._purse.owed_s and self._rest_s <= self._purse.to_come_s):
+        cheapest_s = min(self._purse.owed_s.values(), default=math.inf)
+        if not self._wins_untried or cheapest_s + self._again_s > self._purse.to_come_s:
             return False
         self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
         self.steps.are_plain = True
@@ -238,23 +263,18 @@ class PlainStart:
         if step_s is None:  # a resumed run, whose decisions hold
             return {}
         expected = run.engine.costs_s(step_s).items()
-        costs = sorted((max(cost_s, purse.owed_s.get(name, 0.0)), name) for name, cost_s in expected)
+        costs_s = {name: max(cost_s, purse.owed_s.get(name, 0.0)) for name, cost_s in expected}
         is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
-        to_come_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
-        now = ever = 0.0
-        owed_s = {}
-        for cost_s, name in costs:
-            ever += cost_s
-            if purse.can_pay(now + cost_s) and now + cost_s <= to_come_s:
-                now += cost_s
-                continue
-            if is_early and ever <= to_come_s:
-                return None
-            owed_s[name] = cost_s
-        purse.owed_s = owed_s
+        most_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
+        chosen = self._affordable(costs_s, 0.0, most_s, may_wait=is_early)
+        return None if chosen is None else self._put_off(costs_s, chosen)
+
+    def _put_off(self, costs_s: Mapping[str, float], chosen: set[str]) -> dict[str, str]:
+        """Notes those of these techniques that are not tried now, and returns them with reasons."""
+        self._purse.owed_s = {name: cost_s for name, cost_s in costs_s.items() if name not in chosen}
         why = "not tried: it would take about {:.2g} s, more than this run can pay"
-        return {name: why.format(cost_s) for name, cost_s in owed_s.items()}
+        return {name: why.format(cost_s) for name, cost_s in self._purse.owed_s.items()}
 
     def _end(self, reason: str) -> None:
         self.is_over = True

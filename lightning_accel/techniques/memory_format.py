@@ -49,6 +49,9 @@ _CONVOLUTIONS = {
     5: (nn.Conv3d, nn.ConvTranspose3d),
 }
 
+# What it takes to compare the numbers of all convolutions. Those of one kind and shape are compared once.
+_STEPS_OF_ALL_KINDS = 6.0
+
 
 def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: bool = False) -> list[Patch]:
     """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
@@ -102,6 +105,11 @@ def _why_not(convolution: nn.Module) -> str | None:
     return None
 
 
+def _kind(convolution: Any) -> tuple[Any, ...]:
+    """What convolutions that are compared once have in common, as far as it is known before they are called."""
+    return type(convolution), convolution.weight.shape, convolution.stride, convolution.padding, convolution.dilation
+
+
 def _breaks_the_heap(module: nn.Module) -> bool:
     if not isinstance(module, nn.Conv2d | nn.Conv3d):
         return False
@@ -128,7 +136,7 @@ class MemoryFormat(Technique):
     """
 
     traits = Traits(
-        trial_steps=3.0,
+        trial_steps=_STEPS_OF_ALL_KINDS,
         not_on={"xla": "XLA lays tensors out itself, whatever their strides say. Use techniques.memory_format='off'"},
         why_not_sharded="FSDP keeps weights row by row, in their ordinary layout",
     )
@@ -157,6 +165,8 @@ class MemoryFormat(Technique):
         claims = convert_weights(model, self._dims, on_cpu=host.kind == "cpu")
         self._weights = [claim for claim in claims if isinstance(claim, WeightLayout)]
         if self._weights:
+            kinds = {_kind(weight.convolution) for weight in self._weights}
+            self.traits = replace(self.traits, trial_steps=_STEPS_OF_ALL_KINDS * len(kinds) / len(self._weights))
             parameters = (p for p in model.parameters() if p.dim() in self._dims)
             self._optimizers = OptimizerLayouts(parameters)
         return claims

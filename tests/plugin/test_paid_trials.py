@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
 from lightning_accel.lightning import plugin as plugin_module
+from lightning_accel.techniques import BuildContext, Technique, Traits, register
 from lightning_accel.techniques.arms import Live
-from lightning_accel.techniques.base import Traits
+from lightning_accel.techniques.registry import forget
 from lightning_accel.techniques.technique_context import Verdict
 from support.live_runs import SimulatedTime, Speed, fit
 from support.plugin.beginners import STEP_S, Beginner, There, begun
@@ -164,6 +165,45 @@ def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
     assert len(tried.tried_at) == 1
     assert model.seen[-50:].count("on") > 40
     assert plugin.purse.earned_s > 0
+
+
+@pytest.fixture
+def has_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another technique, whose trial no run can pay for."""
+
+    class Another(Technique):
+        traits = Traits(trial_steps=1e5)
+
+        def __init__(self, settings: Any, context: BuildContext) -> None:
+            pass
+
+        def sites(self, model: nn.Module, host: Any) -> list[Patch]:
+            return [AttributePatch("layer", "is another", model.get_submodule("layer"), "is_another", True)]
+
+    register("another", options=Literal["auto", "off"], default="auto")(Another)
+    yield
+    forget("another")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("steps", "other"), [(400, 1.5), (3_000, 0.8)], ids=["something has won", "nothing has"])
+def test_what_the_run_can_never_pay_delays_no_other_trial(
+    steps: int,
+    other: float,
+    tried: type[Tried],
+    has_precision: None,
+    has_another: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=9.0))
+    monkeypatch.setattr(InTwo, "in_bfloat16", other)
+    with begun(1.3) as time:
+        tried.time = time
+        model = InTwo(time)
+        plugin = fit(model, steps, accel=AUTO)
+    assert len(tried.tried_at) == 1
+    assert model.seen[-50:].count("on") > 40
+    assert plugin.report.of("another").status.startswith("not tried")
 
 
 def test_it_is_not_tried_where_nothing_was_earned(

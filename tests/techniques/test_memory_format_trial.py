@@ -135,3 +135,13 @@ def test_times_are_taken_in_the_precision_of_the_calls(monkeypatch: pytest.Monke
         model(images(0)[0])
     assert trial.verdict().measured.original_ms
     assert dtypes == {torch.bfloat16}
+
+
+def test_a_trial_is_expected_to_take_as_long_as_convolutions_are_of_many_kinds() -> None:
+    def expected_s(*kernels: int) -> float:
+        handle = laid_out(nn.Sequential(*(nn.Conv2d(3, 3, kernel) for kernel in kernels)), "auto")
+        costs_s = handle.engine.costs_s(step_s=1.0)
+        handle.undo()
+        return costs_s["memory_format"]
+
+    assert expected_s(3, 3, 3, 3) == expected_s(1, 3, 5, 7) / 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -224,12 +225,13 @@ class PatchSet:
 
 @contextmanager
 def applied(edits: Patch | PatchSet) -> Iterator[None]:
-    """Makes the edits inside the context and undoes them at its end."""
+    """Makes the edits inside the context and undoes them at its end, unless that is the end of the program."""
     edits.apply()
     try:
         yield
     finally:
-        edits.undo()
+        if not sys.is_finalizing():  # then modules that the undoing asks may be gone
+            edits.undo()
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class BuildContext:
         settings: The settings of every technique, by its name; also of those that are off.
         techniques: Those of the run, in their order; complete once all are made.
         graph_edits: Called with every graph that was captured for a compiler.
+        eager: The sites of modules that act only outside of compiled code, with what would be lost.
         dtype: In which a step computes.
     """
 
@@ -55,6 +56,7 @@ class BuildContext:
     settings: Mapping[str, Any]
     techniques: list[Technique] = field(default_factory=list)
     graph_edits: list[Callable[[GraphModule], None]] = field(default_factory=list)
+    eager: dict[str, str] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
 
     def protected(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -85,8 +86,14 @@ class Compilation(Technique):
         conflicts=_conflicts,
     )
 
-    def __init__(self, setting: CompileSetting, *, prepare: Prepare = lambda graph: None) -> None:
-        self._prepare = prepare
+    def __init__(
+        self,
+        setting: CompileSetting,
+        *,
+        prepare: Prepare = lambda graph: None,
+        eager: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._prepare, self._eager = prepare, eager
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._make_patch: Callable[..., CompilePatch] = CompilePatch
         self.patches: list[CompilePatch] = []
@@ -101,7 +108,7 @@ class Compilation(Technique):
     def from_settings(cls, settings: CompileSetting, context: BuildContext) -> Compilation:
         # What is compiled is captured anew, past the places where attention is sent to its kernels.
         make = CompilationOnTrial if settings == "auto" else Compilation
-        return make(settings, prepare=context.edit_captured)
+        return make(settings, prepare=context.edit_captured, eager=context.eager)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -122,7 +129,10 @@ class Compilation(Technique):
             )
             yield Site("", why_not=why_not)
         for site, block in blocks.items():
-            if isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
+            inner = next((one for one in self._eager if one.startswith(f"{site}." if site else "")), None)
+            if inner is not None:
+                yield Site(site, why_not=f"holds {inner}, {self._eager[inner]}")
+            elif isinstance(block, torch.jit.ScriptModule) or any(is_compiled(part) for part in block.modules()):
                 yield Site(site, why_not="already compiled")
             else:
                 patch = self._make_patch(site, block, self._mode, self._prepare, kind_of=self.kind_of)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from functools import partial
@@ -248,3 +250,19 @@ def test_hooks_parameters_and_state_dict_do_not_notice() -> None:
     assert calls == ["hook"]
     assert list(linear.state_dict()) == keys
     assert type(linear) is nn.Linear
+
+
+@pytest.mark.medium
+def test_nothing_is_undone_when_the_program_ends() -> None:
+    """The modules that would be asked are gone by then."""
+    program = """
+import gc
+from lightning_accel.core import compiled
+gc.disable()
+kept = compiled.compiled_anew(64)
+kept.__enter__()
+holder = type("Holder", (), {})()
+holder.itself, holder.kept = holder, kept
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

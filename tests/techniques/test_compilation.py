@@ -24,6 +24,7 @@ from lightning_accel.core.torch_private.modules import eager_call
 from lightning_accel.settings import Plan
 from lightning_accel.techniques import compiled_blocks
 from lightning_accel.techniques.compilation import CompileSetting
+from lightning_accel.techniques.loss import technique as loss
 from support.models import TASKS, TinyCNN, TinyTransformer, TransformerBlock
 
 # The compiler's own, which it hides from all but those who make warnings errors.
@@ -299,6 +300,15 @@ def test_where_no_block_is_repeated_modules_of_several_layers_are_compiled(monke
         loss.backward()
     assert handle.report.applied("compile") == ["0", "1"]
     assert backend.compiled == 2
+    handle.undo()
+
+
+def test_a_module_whose_loss_is_computed_in_pieces_is_not_compiled() -> None:
+    head = nn.Linear(8, loss.FEWEST_CLASSES)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), head))
+    handle = compiling(model, loss="on")
+    assert "holds 1.2, whose loss" in handle.report.refused("compile")["1"]
+    assert "0" not in handle.report.refused("compile")
     handle.undo()
 
 

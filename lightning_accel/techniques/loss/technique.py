@@ -59,6 +59,7 @@ class Loss(Technique):
 
     def __init__(self, settings: Literal["auto", "on", "off"], context: BuildContext) -> None:
         self._always = settings == "on"
+        self._context = context
         self.heads: dict[str, Head] = {}
         self.run.live = None if self._always else Live(saves_memory=True)
         words = f"in pieces for {FEWEST_CLASSES:,} classes or more, where nobody reads the logits"
@@ -79,6 +80,7 @@ class Loss(Technique):
                 continue
             head = Head(site, module, always=self._always, smallest=SMALLEST_BYTES, run=self.run)
             self.heads[site] = head
+            self._context.eager[site] = "whose loss is computed in pieces, which a compiler would undo"
             change = "its cross-entropy is computed in pieces, without the logits"
             yield PausedPatch(site, change, module, head)
 

@@ -58,7 +58,8 @@ class Options:
     def estimate_s(self) -> float:
         """About how long all of it takes."""
         models_s = sum(CASES[name].sizes[self.device].step_ms for name in self.models) / 1e3 * self.steps
-        runs = [side for round_ in range(self.rounds) for side in self.sides_of(round_)]
+        sides = [side for round_ in range(self.rounds) for side in self.sides_of(round_)]
+        runs = [side for side in sides for _ in range(SIDES[side].runs)]
         return models_s * len(runs) + len(self.models) * sum(SIDES[side].setup_s + STARTS_S for side in runs)
 
     def sides_of(self, round_: int) -> list[str]:
@@ -204,29 +205,36 @@ def summed_up(answer: Mapping[str, Any], options: Options) -> Run:
 
 
 def _one_run(name: str, side: str, data: Path, has_bf16: bool, options: Options) -> dict[str, Any]:
-    """In a process that finds nothing in any cache."""
+    """In a process that finds nothing in any cache but what the same side has left there before."""
     with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        asked = {
-            **{"side": side, "case": name, "data": str(data), "has_bf16": has_bf16, "limit_s": options.limit_s},
-            **{"steps": options.steps, "marks": _waits(options), "device": options.device},
-        }
-        request.write_text(json.dumps(asked), encoding="utf-8")
-        caches = {variable: str(Path(folder) / variable.lower()) for variable in CACHES}
-        caches["PYTORCH_AUTOTUNE_CACHE"] = str(Path(folder) / "autotune.json")
-        script = Path(__file__).with_name("_rivals_side.py")
-        command = [options.pythons.get(side, sys.executable), str(script), str(request), str(answer)]
-        with Subprocess(command, environment={**os.environ, **caches}, folder=Path(folder)) as process:
-            late = threading.Timer(options.limit_s + PATIENCE_S, process.end)
-            late.start()
-            status = process.wait()
-            late.cancel()
-            late.join()
-            if answer.exists():
-                told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-                return told
-            said = reason("\n".join(process.last_lines(500)))
-            return {"failed": f"not done after {options.limit_s + PATIENCE_S:g} s" if status < 0 else said}
+        for _ in range(SIDES[side].runs):
+            told = _process(name, side, data, has_bf16, options, Path(folder))
+    return told
+
+
+def _process(name: str, side: str, data: Path, has_bf16: bool, options: Options, folder: Path) -> dict[str, Any]:
+    request, answer = folder / "request.json", folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    asked = {
+        **{"side": side, "case": name, "data": str(data), "has_bf16": has_bf16, "limit_s": options.limit_s},
+        **{"steps": options.steps, "marks": _waits(options), "device": options.device},
+    }
+    request.write_text(json.dumps(asked), encoding="utf-8")
+    caches = {variable: str(folder / variable.lower()) for variable in CACHES}
+    caches["PYTORCH_AUTOTUNE_CACHE"] = str(folder / "autotune.json")
+    script = Path(__file__).with_name("_rivals_side.py")
+    command = [options.pythons.get(side, sys.executable), str(script), str(request), str(answer)]
+    with Subprocess(command, environment={**os.environ, **caches}, folder=folder) as process:
+        late = threading.Timer(options.limit_s + PATIENCE_S, process.end)
+        late.start()
+        status = process.wait()
+        late.cancel()
+        late.join()
+        if answer.exists():
+            told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+            return told
+        said = reason("\n".join(process.last_lines(500)))
+        return {"failed": f"not done after {options.limit_s + PATIENCE_S:g} s" if status < 0 else said}
 
 
 def _waits(options: Options) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -21,6 +21,7 @@ class Side:
         checked: What the tool finds out by itself before it keeps a change.
         undone: What can be taken back, and how.
         setup_s: About how long it takes before the steps are fast, for the estimate.
+        runs: How often the program runs, each finding the caches of the one before; the last is measured.
         by_default: Whether it is measured where nothing is said.
         why: It may not be there.
     """
@@ -35,6 +36,7 @@ class Side:
     checked: str = "nothing"
     undone: str = "by the user's hand"
     setup_s: float = 0.0
+    runs: int = 1
     by_default: bool = True
     why: str = ""
 
@@ -75,6 +77,18 @@ ACCELERATE = (
     "optimizer.step()",
 )
 COMPILER_LEFT = "by the user's hand; the compiled wrapper renames the weights in a checkpoint"
+
+ACCEL = Side(
+    title="`AccelPlugin()`",
+    function="_rivals_lightning.fit_accelerated",
+    imports=ACCELERATED,
+    lines=("Trainer(plugins=[AccelPlugin()])",),
+    is_one_line=True,
+    keeps_trainer=True,
+    checked="numbers of each change, and its speed by whole steps",
+    undone="each change by itself while it trains, all of them at the end of the fit",
+    setup_s=5.0,
+)
 
 SIDES = {
     "plain": Side(
@@ -207,28 +221,15 @@ SIDES = {
         setup_s=COMPILES_S,
         why="0.2.6 fails on torch 2.13 at Tensor.align_as: --python thunder=PATH of an environment of its own",
     ),
-    "accel": Side(
-        title="`AccelPlugin()`",
-        function="_rivals_lightning.fit_accelerated",
-        imports=ACCELERATED,
-        lines=("Trainer(plugins=[AccelPlugin()])",),
-        is_one_line=True,
-        keeps_trainer=True,
-        checked="numbers of each change, and its speed by whole steps",
-        undone="each change by itself while it trains, all of them at the end of the fit",
-        setup_s=5.0,
-    ),
-    "accel-compile": Side(
+    "accel": ACCEL,
+    "accel-again": replace(ACCEL, title="`AccelPlugin()`, the same program once more", runs=2),
+    "accel-compile": replace(
+        ACCEL,
         title='`AccelPlugin(compile="on")`',
-        function="_rivals_lightning.fit_accelerated",
         options={"compile": "on"},
-        imports=ACCELERATED,
         lines=('Trainer(plugins=[AccelPlugin(compile="on")])',),
-        is_one_line=True,
-        keeps_trainer=True,
-        checked="numbers of each change, and its speed by whole steps, but for the compiler",
-        undone="each change by itself while it trains, all of them at the end of the fit",
+        checked=f"{ACCEL.checked}, but for the compiler",
         setup_s=COMPILES_S,
     ),
 }
-PLAIN, OURS, EXPERT = "plain", "accel", "lightning-hand"
+PLAIN, OURS, AGAIN, EXPERT = "plain", "accel", "accel-again", "lightning-hand"

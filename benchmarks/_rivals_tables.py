@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from _rivals_cases import CASES
 from _rivals_rounds import Measured, Run
-from _rivals_sides import EXPERT, OURS, PLAIN, SIDES
+from _rivals_sides import AGAIN, EXPERT, OURS, PLAIN, SIDES
 
 LEAST = 0.97  # of the best side's speed over all steps
 # Beside the best side: what an expert gets out of the same Trainer, and what costs its user one line.
@@ -82,14 +82,15 @@ def best_other(measured: Measured, name: str) -> str | None:
     taken = {
         side: statistics.median(run.after_s[last] for run in runs if last in run.after_s)
         for side, runs in measured.found.get(name, {}).items()
-        if side != OURS and any(last in run.after_s for run in runs)
+        if not side.startswith(OURS) and any(last in run.after_s for run in runs)
     }
     return min(taken, key=taken.__getitem__, default=None)
 
 
 def verdict_columns(measured: Measured) -> list[str]:
     over_others = [f"over {SIDES[side].title}" for side in _also_beside(measured)]
-    return ["", "the best other side", "`AccelPlugin()` over it", "least to most", "asked", *over_others]
+    again = ["once more, over it"] if _is_measured(measured, AGAIN) else []
+    return ["", "the best other side", "`AccelPlugin()` over it", "least to most", "asked", *again, *over_others]
 
 
 def verdicts(measured: Measured) -> list[list[str]]:
@@ -100,14 +101,19 @@ def verdicts(measured: Measured) -> list[list[str]]:
         if best is None or not (of_best := ratios(measured, name, OURS, best)):
             continue
         value = statistics.median(of_best)
-        others = [over(measured, name, OURS, side)[0] for side in _also_beside(measured)]
+        again = [over(measured, name, AGAIN, best)[0]] if _is_measured(measured, AGAIN) else []
+        others = again + [over(measured, name, OURS, side)[0] for side in _also_beside(measured)]
         kept = f"{LEAST}x: {'yes' if value >= LEAST else 'no'}"
         found.append([CASES[name].title, SIDES[best].title, *over(measured, name, OURS, best), kept, *others])
     return found
 
 
 def _also_beside(measured: Measured) -> list[str]:
-    return [side for side in ALSO_BESIDE if any(side in sides for sides in measured.found.values())]
+    return [side for side in ALSO_BESIDE if _is_measured(measured, side)]
+
+
+def _is_measured(measured: Measured, side: str) -> bool:
+    return any(side in sides for sides in measured.found.values())
 
 
 def asks() -> list[list[str]]:
@@ -115,6 +121,7 @@ def asks() -> list[list[str]]:
     return [
         [side.title, str(len(side.lines)), "yes" if side.keeps_trainer else "no", side.checked, side.undone]
         for side in SIDES.values()
+        if side.runs == 1
     ]
 
 

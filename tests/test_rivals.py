@@ -77,6 +77,29 @@ def test_an_expert_who_keeps_the_trainer_has_a_column(part: Callable[[str], Any]
     assert tables.verdicts(measured)[0][-1] == "1.00x"
 
 
+def test_a_program_that_runs_once_more_is_no_rival_and_has_a_column(part: Callable[[str], Any]) -> None:
+    tables = part("_rivals_tables")
+    measured = measured_runs(part, plain=[8.0], accel=[8.0], accel_again=[5.0])
+    assert tables.verdict_columns(measured)[-1] == "once more, over it"
+    assert tables.verdicts(measured)[0][1] == "plain Lightning"
+    assert tables.verdicts(measured)[0][-1] == "1.60x"
+
+
+def test_a_program_that_runs_once_more_finds_what_it_has_left(
+    part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = part("_rivals_rounds")
+
+    def process(name: str, side: str, data: Path, has_bf16: bool, options: Any, folder: Path) -> dict[str, Any]:
+        found = [*folder.iterdir()]
+        (folder / "left").touch()
+        return {"found": len(found)}
+
+    monkeypatch.setattr(rounds, "_process", process)
+    found = [rounds._one_run("mlp", side, Path(), False, None)["found"] for side in ("accel", "accel-again")]
+    assert found == [0, 1]
+
+
 def test_a_run_that_was_cut_off_is_no_best_and_has_no_ratio(part: Callable[[str], Any]) -> None:
     tables = part("_rivals_tables")
     measured = measured_runs(part, plain=[9.0], bf16=[None], accel=[9.0])

@@ -114,6 +114,8 @@ class SwitchPatch(Patch):
 
     @override
     def _undo(self) -> None:
+        if sys.is_finalizing():  # the switch may be gone with its module
+            return
         later = self._in_force[self._in_force.index(self) + 1 :]
         self._in_force.remove(self)
         # One that has found our value is to restore what we have found.
@@ -225,13 +227,12 @@ class PatchSet:
 
 @contextmanager
 def applied(edits: Patch | PatchSet) -> Iterator[None]:
-    """Makes the edits inside the context and undoes them at its end, unless that is the end of the program."""
+    """Makes the edits inside the context and undoes them at its end."""
     edits.apply()
     try:
         yield
     finally:
-        if not sys.is_finalizing():  # then modules that the undoing asks may be gone
-            edits.undo()
+        edits.undo()
 
 
 @contextmanager

@@ -209,6 +209,8 @@ def _one_run(name: str, side: str, data: Path, has_bf16: bool, options: Options)
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(SIDES[side].runs):
             told = _process(name, side, data, has_bf16, options, Path(folder))
+            if "at_s" not in told:
+                break
     return told
 
 

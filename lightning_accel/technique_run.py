@@ -135,6 +135,7 @@ class TechniqueRun:
         if all(verdict.kind != "too_dear" for verdict in verdicts.values()):
             self._remember(verdicts)
         elif (purse := self.context.purse) is not None and not any(verdict.keep for verdict in verdicts.values()):
+            # It takes longer than it was expected to.
             purse.owed_s[self.name] = max(self.cost_s(purse.step_s or 0.0), 2 * purse.spent_s[TRIALS])
         self.carry_out(verdicts)
 

@@ -93,7 +93,7 @@ def test_a_program_that_runs_once_more_finds_what_it_has_left(
     def process(name: str, side: str, data: Path, has_bf16: bool, options: Any, folder: Path) -> dict[str, Any]:
         found = [*folder.iterdir()]
         (folder / "left").touch()
-        return {"found": len(found)}
+        return {"at_s": [], "found": len(found)}
 
     monkeypatch.setattr(rounds, "_process", process)
     found = [rounds._one_run("mlp", side, Path(), False, None)["found"] for side in ("accel", "accel-again")]

@@ -59,6 +59,7 @@ class WeightLayout(Patch):
             backward pass may recompute its forward.
         convolution: The module.
         strides: The previous strides of every parameter that was changed.
+        is_part: Whether a weight was left as it is, since it has become a part of a larger buffer.
     """
 
     settle = 1
@@ -70,6 +71,7 @@ class WeightLayout(Patch):
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        self.is_part = False
         self._is_shown = False
         self._is_held = False
         self._has_method = hasattr(convolution, convolution_method())  # transposed convolutions do not
@@ -130,6 +132,9 @@ class WeightLayout(Patch):
     def _apply(self) -> None:
         self._is_held = False
         for parameter in self._parameters:
+            if is_part(parameter):
+                self.is_part = True
+                continue
             converted = in_format(parameter.data, self._format)
             if converted.stride() == parameter.stride():
                 continue  # tied to a weight of another convolution, which keeps the strides
@@ -144,9 +149,17 @@ class WeightLayout(Patch):
     def _undo(self) -> None:
         self._method.undo()
         for parameter, stride in self.strides.items():
-            parameter.data = with_strides(parameter.data, stride)
+            if is_part(parameter):
+                self.is_part = True
+            else:
+                parameter.data = with_strides(parameter.data, stride)
             _match_gradient(parameter)
         self.strides.clear()
+
+
+def is_part(parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter is a part of a larger buffer, which would not follow it into another layout."""
+    return parameter.untyped_storage().nbytes() != parameter.nbytes
 
 
 def _match_gradient(parameter: nn.Parameter) -> None:

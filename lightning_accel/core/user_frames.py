@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 import sys
 import sysconfig
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -33,3 +37,22 @@ def users_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def is_event(error: BaseException) -> bool:
+    """Returns whether an error tells of an event outside of the step, and may not come again if that is repeated.
+
+    The handler of a signal has raised it, or the user's code has met an error of the system.
+    """
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    if not {*map(_code_of, handlers)}.isdisjoint(codes):
+        return True
+    return isinstance(error, OSError) and bool(codes) and is_users(codes[-1].co_filename)
+
+
+def _code_of(function: Callable[..., object]) -> object:
+    while isinstance(function, functools.partial):
+        function = function.func
+    call = function if hasattr(function, "__code__") else type(function).__call__
+    return getattr(call, "__code__", None)

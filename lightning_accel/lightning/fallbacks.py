@@ -84,7 +84,6 @@ def with_fewer_edits(failure: Failure, engine: RunEngine, outputs: StepOutputs) 
             engine.revert(name, str(error) if is_edit else remark, "refused" if is_edit else "failed")
             yield Fallback(functools.partial(engine.report.note, f"{remark}, and ran without {name}"))
     yield from _without_option_on_trial(failure, engine)
-    engine.end_trials()
     engine.revert_all(remark)
     model = engine.module.trainer.strategy.model
     if isinstance(model, DistributedDataParallel):
@@ -92,6 +91,7 @@ def with_fewer_edits(failure: Failure, engine: RunEngine, outputs: StepOutputs) 
         model.require_forward_param_sync = False
 
     def succeeded() -> None:
+        engine.end_trials()
         engine.trial_steps.join_after_failure()
         engine.degrade(
             f"{remark}, and ran when it was repeated without the edits of this plugin: all of them are taken back"

@@ -152,7 +152,7 @@ class PlainStart:
 
     def _consider(self) -> None:
         purse = self._purse
-        if purse.owed_s and not self._rest():
+        if purse.owed_s and not self._rest(may_wait=True):
             return
         if not self._is_open:
             opening_s = self._program.opening_s
@@ -188,7 +188,7 @@ class PlainStart:
         if settled is None or settled.whole is None or not settled.is_proven:
             return
         left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
-        rest = self._rest(_WORTH * left_s)
+        rest = self._rest(_WORTH * left_s, may_wait=False)
         if not rest:
             return
         run.close()
@@ -196,11 +196,11 @@ class PlainStart:
         self._run = self._make_run()
         self._go_to_work(self._run, self._put_off(self._purse.owed_s, rest))
 
-    def _rest(self, most_s: float = math.inf) -> set[str]:
-        """Returns the techniques that were left out and can be tried now. Empty while the run can soon pay for more."""
+    def _rest(self, most_s: float = math.inf, *, may_wait: bool) -> set[str]:
+        """Returns the techniques that were left out and can be tried now. Empty while more is worth waiting for."""
         if turns_left(self._trainer) < MIN_TURNS:
             return set()
-        return self._affordable(self._purse.owed_s, self._again_s, most_s, may_wait=True) or set()
+        return self._affordable(self._purse.owed_s, self._again_s, most_s, may_wait=may_wait) or set()
 
     @property
     def _again_s(self) -> float:
@@ -210,9 +210,10 @@ class PlainStart:
     def _affordable(
         self, costs_s: Mapping[str, float], beside_s: float, most_s: float, *, may_wait: bool
     ) -> set[str] | None:
-        """Returns which techniques to try now, the cheapest first. None if the run can soon pay for more.
+        """Returns which techniques to try now, the cheapest first.
 
-        ``beside_s`` is paid with them, and ``most_s`` is what the run may pay for all of it until its end.
+        ``beside_s`` is paid with them, and ``most_s`` is what the run may pay for all of it until its end. None if it
+        ``may_wait`` and can pay for more by then.
         """
         now_s, chosen = beside_s, set()
         most_s = min(most_s, self._purse.to_come_s)
@@ -232,6 +233,7 @@ class PlainStart:
         cheapest_s = min(self._purse.owed_s.values(), default=math.inf)
         if not self._wins_untried or cheapest_s + self._again_s > self._purse.to_come_s:
             return False
+        self._remember()
         self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
         self.steps.are_plain = True
         return True
@@ -267,7 +269,7 @@ class PlainStart:
         is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         most_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
-        chosen = self._affordable(costs_s, 0.0, most_s, may_wait=is_early)
+        chosen = self._affordable(costs_s, 0.0, most_s, may_wait=is_early or bool(purse.owed_s))
         return None if chosen is None else self._put_off(costs_s, chosen)
 
     def _put_off(self, costs_s: Mapping[str, float], chosen: set[str]) -> dict[str, str]:
@@ -283,7 +285,10 @@ class PlainStart:
 
     def close(self) -> None:
         """Ends the plain beginning, and stores what the next fit of this program can use."""
-        live = None if self._run is None else self._run.live
-        self._program.end(self._purse.step_s, None if live is None else live.settled)
+        self._remember()
         self._run, self.is_over = None, True
         self.steps.close()
+
+    def _remember(self) -> None:
+        live = None if self._run is None else self._run.live
+        self._program.end(self._purse.step_s, None if live is None else live.settled)

@@ -1,7 +1,7 @@
 """The retry layer: undoes the effects of a failed step, and runs it again with fewer edits or less memory.
 
-No technique is worth the loss of a run. Whatever a step raises, this layer restores what the step has changed (random
-streams, buffers and all else) and repeats the step after one fallback after the other
+No technique is worth the loss of a run. Whatever a step raises, but for events outside of it, this layer restores what
+the step has changed (random streams, buffers and all else) and repeats the step after one fallback after the other
 (:mod:`~lightning_accel.lightning.fallbacks`). The last fallback is the step as the user wrote it. If that fails as
 well, the error is the user's own, and is raised alone.
 """
@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_accel.core.checks import SettingError
 from lightning_accel.core.oom_errors import free_what_failed, is_out_of_memory, without_frames
 from lightning_accel.core.report import AccelError, EditError
+from lightning_accel.core.user_frames import is_event
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.fallbacks import Failure, suspects, with_fewer_edits, with_less_memory
 from lightning_accel.lightning.oom_recovery import OomRecovery
@@ -24,7 +25,7 @@ from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD, StepOut
 from lightning_accel.lightning.step_snapshot import Attempt, SmallState, begins_gradients
 from lightning_accel.step.layers import STEPS, Call, Layer
 
-# The end of a loader that the step itself reads, and errors that we raise for the user.
+# The end of a loader that the step itself reads, and errors that we raise for the user. Events are no failures, either.
 _NOT_OURS = (StopIteration, SettingError, AccelError)
 
 
@@ -148,7 +149,7 @@ class StepRetry(Layer):
     # -- whether a step may run again ------------------------------------------------------------------------------
 
     def _may_repeat(self, attempt: Attempt, error: Exception) -> bool:
-        if isinstance(error, _NOT_OURS):
+        if isinstance(error, _NOT_OURS) or is_event(error):
             return False
         if not (isinstance(error, EditError) or is_out_of_memory(error) or self._engine.alters_steps):
             return False
@@ -183,6 +184,7 @@ class StepRetry(Layer):
             Exception: The last error of the step, if no fallback is left.
         """
         args, kwargs = failure.attempt.given
+        decisions = dict(self._engine.decisions)
         if failure.lacks_memory:
             fallbacks = with_less_memory(failure, self._engine, self._memory)
         else:
@@ -202,6 +204,9 @@ class StepRetry(Layer):
                 with fallback.context:
                     outputs = run(lambda: failure.attempt.step(*args, **kwargs))
             except Exception as error:
+                if fallback.is_last and _are_alike(error, failure.error):  # which says nothing of the edits
+                    self._engine.decisions.clear()
+                    self._engine.decisions.update(decisions)
                 if fallback.is_last or not self._may_go_on(failure, error):
                     raise
                 continue
@@ -212,7 +217,7 @@ class StepRetry(Layer):
 
     def _may_go_on(self, failure: Failure, error: Exception) -> bool:
         """Returns whether the next fallback may follow after the step has raised again."""
-        if isinstance(error, _NOT_OURS) or not failure.attempt.can_be_repeated():
+        if isinstance(error, _NOT_OURS) or is_event(error) or not failure.attempt.can_be_repeated():
             return False
         if not failure.lacks_memory:
             return not is_out_of_memory(error)
@@ -221,6 +226,10 @@ class StepRetry(Layer):
         self._memory.saw(error)
         failure.error = without_frames(error)
         return True
+
+
+def _are_alike(error: Exception, other: Exception) -> bool:
+    return type(error) is type(other) and str(error) == str(other)
 
 
 class _AfterBroadcast(Layer):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -91,9 +90,9 @@ class Compilation(Technique):
         setting: CompileSetting,
         *,
         prepare: Prepare = lambda graph: None,
-        eager: Mapping[str, str] = MappingProxyType({}),
+        eager: Mapping[str, str] | None = None,
     ) -> None:
-        self._prepare, self._eager = prepare, eager
+        self._prepare, self._eager = prepare, {} if eager is None else eager
         self._mode = "default" if setting in ("on", "auto") else str(setting)
         self._make_patch: Callable[..., CompilePatch] = CompilePatch
         self.patches: list[CompilePatch] = []

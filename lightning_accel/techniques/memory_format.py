@@ -27,6 +27,7 @@ from lightning_accel.core.layout import (
     OptimizerLayouts,
     WeightLayout,
     is_channels_last,
+    is_part,
     reads_by_layout,
 )
 from lightning_accel.core.live_tensors import held_tensors
@@ -48,6 +49,8 @@ _CONVOLUTIONS = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
     5: (nn.Conv3d, nn.ConvTranspose3d),
 }
+
+_PART = "its weight is a part of a larger buffer"
 
 # What it takes to compare the numbers of all convolutions. Those of one kind and shape are compared once.
 _STEPS_OF_ALL_KINDS = 6.0
@@ -98,8 +101,8 @@ def _why_not(convolution: nn.Module) -> str | None:
             return f"its weight is a {kind}, whose layout is not ours to change"
         if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
             return "its weight is shared with other processes"
-        if parameter.dim() in FORMAT_NAMES and parameter.untyped_storage().nbytes() != parameter.nbytes:
-            return "its weight is a part of a larger buffer"
+        if parameter.dim() in FORMAT_NAMES and is_part(parameter):
+            return _PART
     if has_ranks() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
         return "on several ranks its layout could not be taken back in mid-run"
     return None
@@ -186,6 +189,8 @@ class MemoryFormat(Technique):
         self._have_shown(False)
         for weight in self._weights:
             weight.lays_input = self._is_decided
+            if weight.is_part and weight.is_applied:
+                self.run.refuse(weight.site, _PART)
         if stage not in self._rescued_stages:
             return self._rescued(stage)
         return self._silent(stage) if stage in self._silent_stages else self._drawing()

@@ -100,6 +100,6 @@ class Tuning:
         if self.whole is None and not self.results:
             return "not tried: the run is too short"
         if self.whole is None or not self.choices:
-            return "no option was measurably faster; running unmodified"
+            return "none of the options on trial was measurably faster; running without them"
         where = "steps of an earlier run" if self.is_earlier else "of your own steps"
         return f"{self.whole.interval} over plain, on {self.whole.turns} {where}"

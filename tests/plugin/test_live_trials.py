@@ -54,7 +54,7 @@ def test_what_is_slower_goes() -> None:
         model = Timed(time)
         plugin = fit(model)
     assert model.seen[-1] == "off"
-    assert status(plugin) == "no option was measurably faster; running unmodified"
+    assert status(plugin) == "none of the options on trial was measurably faster; running without them"
 
 
 def test_what_ways_on_trial_have_left_in_the_heap_goes_back_where_they_settle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_a_resumed_run_goes_on_with_what_was_settled(tmp_path: Path) -> None:
             Store(name).clear()
         plugin = fit(resumed, 100, max_epochs=2, ckpt_path=str(tmp_path / "first.ckpt"))
     assert set(resumed.seen[5:]) == {"off"}
-    assert status(plugin) == "no option was measurably faster; running unmodified"
+    assert status(plugin) == "none of the options on trial was measurably faster; running without them"
 
 
 def test_a_later_run_begins_with_what_an_earlier_one_has_settled() -> None:
@@ -230,7 +230,7 @@ def test_a_long_later_run_of_what_settled_on_plain_stays_plain() -> None:
         model = Timed(time)
         plugin = fit(model, 200)
     assert set(model.seen[6:]) == {"off"}
-    assert status(plugin) == "no option was measurably faster; running unmodified"
+    assert status(plugin) == "none of the options on trial was measurably faster; running without them"
 
 
 def test_a_proven_plan_stays_in_a_short_later_run_that_cannot_tell() -> None:
@@ -270,7 +270,7 @@ def test_a_second_fit_after_one_that_was_interrupted_in_its_trials_asks_anew() -
         with pytest.raises(RuntimeError, match="pulled the plug"):
             fit(model, trainer=quiet_trainer(plugin))
         fit(model, trainer=quiet_trainer(plugin))
-    assert status(plugin) == "no option was measurably faster; running unmodified"
+    assert status(plugin) == "none of the options on trial was measurably faster; running without them"
     assert "whole plan  not faster" in plugin.report.of("tuning").details
 
 

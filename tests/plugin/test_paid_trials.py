@@ -168,7 +168,7 @@ def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
 
 
 @pytest.fixture
-def has_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def has_another() -> Iterator[None]:
     """Another technique, whose trial no run can pay for."""
 
     class Another(Technique):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,62 @@ def test_an_error_of_the_users_own_comes_out_alone() -> None:
         fit_with_edits(Raises)
     assert caught.value.__context__ is None
     assert caught.value.__cause__ is None
+
+
+class IsStopped(Net):
+    """Is told in its fifth step to stop; a repetition is not told again."""
+
+    by: Callable[[], None]
+    is_told = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4 and not self.is_told:
+            type(self).is_told = True  # an attribute of its own would be taken back
+            type(self).by()
+        return loss
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("by", "is_event"),
+    [
+        (lambda: signal.raise_signal(signal.SIGINT), True),
+        (lambda: _raise(TimeoutError("time is up")), True),
+        (lambda: _raise(RuntimeError("time is up")), False),
+    ],
+    ids=["a signal", "an error of the system", "an error that an edit may have caused"],
+)
+def test_an_event_that_would_not_come_again_ends_the_run(by: Callable[[], None], is_event: bool) -> None:
+    kind = type("IsStoppedBy", (IsStopped,), {"by": staticmethod(by)})
+    before = signal.signal(signal.SIGINT, lambda *_: _raise(RuntimeError("time is up")))
+    try:
+        with pytest.raises(Exception, match="time is up") if is_event else nullcontext():
+            fit_with_edits(kind)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class RaisesInOneFit(Net):
+    is_broken = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.is_broken:
+            raise ValueError("not a number I like")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_the_users_own_costs_the_next_fit_no_edits(make_trainer: Callable[..., Trainer]) -> None:
+    model, plugin = RaisesInOneFit(), AccelPlugin.from_plan(Plan().replace(**SETTINGS))
+    data = DataLoader(TensorDataset(torch.randn(24, 3, 8, 8), torch.randint(2, (24,))), batch_size=4)
+    with pytest.raises(ValueError, match="not a number I like"):
+        make_trainer(plugins=[plugin]).fit(model, data)
+    model.is_broken = False
+    make_trainer(plugins=[plugin]).fit(model, data)
+    assert plugin.report.applied("memory_format") == ["conv"]
 
 
 class StepsTwice(Net):

@@ -1,4 +1,4 @@
-"""What the user holds can be resized during a run and after it: nobody has looked at it by ``.numpy()``."""
+"""What the user holds can be resized during a run and after it, and stays the memory that it was."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.report import AccelWarning
 from lightning_accel.ops.arrays import tensor_as_numpy
 from lightning_accel.settings import Plan
+from support.edges import Net, run
 from support.lightning_models import Supervised
 
 MakeTrainer = Callable[..., Any]
@@ -57,3 +60,33 @@ def test_an_array_of_a_tensor_is_its_memory() -> None:
     assert tensor[0, 0] == 7.0
     assert array.tolist() == tensor.tolist()
     assert tensor.untyped_storage().resizable()
+
+
+class Flattens(Callback):
+    """Makes all weights views of one vector in mid-run, which it then writes to."""
+
+    def __init__(self) -> None:
+        self.vector = torch.empty(0)
+        self.are_views: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        parameters = list(pl_module.parameters())
+        if batch_idx == 5:
+            self.vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
+            parts = self.vector.split([parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.data = part.view(parameter.shape)
+        if batch_idx >= 5:
+            self.vector.mul_(0.9)
+            memory = self.vector.untyped_storage().data_ptr()
+            self.are_views.append(all(p.untyped_storage().data_ptr() == memory for p in parameters))
+
+
+def test_weights_that_become_views_of_one_vector_stay_views() -> None:
+    plan = Plan().replace(precision="32-true", report=False, memory_format="channels_last")
+    flattens, plugin = Flattens(), AccelPlugin.from_plan(plan)
+    with pytest.warns(AccelWarning, match="its weight is a part of a larger buffer"):
+        run(Net, plugin, callbacks=[flattens])
+    assert len(flattens.are_views) > 2
+    assert all(flattens.are_views)
+    assert plugin.report.refused("memory_format")["conv"] == "its weight is a part of a larger buffer"

@@ -303,12 +303,22 @@ def test_where_no_block_is_repeated_modules_of_several_layers_are_compiled(monke
     handle.undo()
 
 
-def test_a_module_whose_loss_is_computed_in_pieces_is_not_compiled() -> None:
+@pytest.mark.parametrize(
+    ("compile_", "in_pieces", "refused"),
+    [
+        ("on", "on", {"compile": ["1"], "loss": []}),
+        ("on", "auto", {"compile": [], "loss": ["1.2"]}),
+        ("auto", "auto", {"compile": ["1"], "loss": []}),
+    ],
+    ids=["both by name", "compile by name", "neither by name"],
+)
+def test_a_loss_in_pieces_and_the_compiler_do_not_share_a_module(
+    compile_: CompileSetting, in_pieces: str, refused: dict[str, list[str]]
+) -> None:
     head = nn.Linear(8, loss.FEWEST_CLASSES)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), head))
-    handle = compiling(model, loss="on")
-    assert "holds 1.2, whose loss" in handle.report.refused("compile")["1"]
-    assert "0" not in handle.report.refused("compile")
+    handle = compiling(model, compile_, loss=in_pieces)
+    assert {name: [*handle.report.refused(name)] for name in refused} == refused
     handle.undo()
 
 

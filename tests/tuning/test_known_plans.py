@@ -79,7 +79,7 @@ def test_a_proven_plan_that_is_slower_now_goes_in_a_short_run_too(speedup: float
     tuning = SimulatedRun({"attention": speedup}, 70).run(known=remembered())
     assert tuning.choices == {}
     assert not tuning.is_earlier
-    assert tuning.line() == "no option was measurably faster; running unmodified"
+    assert tuning.line() == "none of the options on trial was measurably faster; running without them"
 
 
 def test_a_proven_plan_that_raises_now_goes() -> None:

@@ -116,7 +116,7 @@ def test_alone_and_slower_the_run_is_the_users_own() -> None:
     run.arms = run.arms[:1]
     tuning = run.run()
     assert tuning.choices == {}
-    assert tuning.line() == "no option was measurably faster; running unmodified"
+    assert tuning.line() == "none of the options on trial was measurably faster; running without them"
 
 
 # -- several choices of it ---

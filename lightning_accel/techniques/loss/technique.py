@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_accel.core.blocks import repeated_blocks
+from lightning_accel.core.blocks import repeated_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
@@ -59,7 +59,8 @@ class Loss(Technique):
 
     def __init__(self, settings: Literal["auto", "on", "off"], context: BuildContext) -> None:
         self._always = settings == "on"
-        self._context = context
+        self._eager = context.eager
+        self._compiles = context.settings.get("compile", "off") not in ("off", "auto")
         self.heads: dict[str, Head] = {}
         self.run.live = None if self._always else Live(saves_memory=True)
         words = f"in pieces for {FEWEST_CLASSES:,} classes or more, where nobody reads the logits"
@@ -74,13 +75,18 @@ class Loss(Technique):
         heads = {site: head for site, head in wide.items() if not any(site.startswith(f"{block}.") for block in blocks)}
         advice = {site: why_unlucky(head.out_features, host) for site, head in heads.items()}
         self.run.details = "\n".join(f"{site} has {why}" for site, why in advice.items() if why)
+        # What is asked for by name comes first; of two that are on trial, the loss.
+        compiled = units(model) if heads and self._compiles and not self._always else ()
         for site, module in heads.items():
-            if (reason := _unfit(model, site, module)) is not None:
+            reason = _unfit(model, site, module)
+            if any(site.startswith(f"{unit}." if unit else "") for unit in compiled):
+                reason = "inside a module that is compiled by name: loss='on' leaves that module uncompiled"
+            if reason is not None:
                 yield Site(site, why_not=reason)
                 continue
             head = Head(site, module, always=self._always, smallest=SMALLEST_BYTES, run=self.run)
             self.heads[site] = head
-            self._context.eager[site] = "whose loss is computed in pieces, which a compiler would undo"
+            self._eager[site] = "whose loss is computed in pieces, which a compiler would undo"
             change = "its cross-entropy is computed in pieces, without the logits"
             yield PausedPatch(site, change, module, head)
 

@@ -19,6 +19,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.engine import Engine
 from lightning_accel.experiment.tolerance import deviation
 from lightning_accel.settings import Plan
+from lightning_accel.techniques.base import BuildContext
 from lightning_accel.techniques.loss import technique
 from support.gpu_sizes import on_gpu
 from support.huggingface_models import VOCABULARY, tiny_models
@@ -179,10 +180,10 @@ def test_on_two_ranks_averaged_gradients_are_those_of_plain_runs(tmp_path: Path)
 
 
 def test_sharded_over_processes_it_is_not_there_and_says_why() -> None:
-    model = LanguageModel()
-    loss = technique.Loss("auto", None)  # type: ignore[arg-type]
+    model, host = LanguageModel(), Host.detect("cpu")
+    loss = technique.Loss("auto", BuildContext(model, host, torch.device("cpu"), verify=True, settings={}))
     loss.run.on_by_default = True
-    engine = Engine(model, Host.detect("cpu"), [loss], is_sharded=True)
+    engine = Engine(model, host, [loss], is_sharded=True)
     assert "a head's weight is whole only while the head is called" in engine.report.of("loss").status
     assert "forward" not in vars(model.head)
     engine.undo()

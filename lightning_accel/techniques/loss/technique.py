@@ -86,7 +86,7 @@ class Loss(Technique):
                 continue
             head = Head(site, module, always=self._always, smallest=SMALLEST_BYTES, run=self.run)
             self.heads[site] = head
-            self._eager[site] = "whose loss is computed in pieces, which a compiler would undo"
+            self._eager[site] = "whose loss may be computed in pieces, which a compiler would undo"
             change = "its cross-entropy is computed in pieces, without the logits"
             yield PausedPatch(site, change, module, head)
 

@@ -221,12 +221,16 @@ class Engine:
             self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
         return found
 
-    def disable(self, names: Iterable[str]) -> None:
-        """Leaves these techniques, and no others, out of the next steps: their arms are off."""
+    def disable(self, names: Iterable[str], *, is_plain: bool = False) -> None:
+        """Leaves these techniques, and no others, out of the next steps: their arms are off.
+
+        Plain steps are without the techniques that had no arm, too.
+        """
         self.apply_updates()
         names = set(names)
         for run in self._runs:
             run.is_disabled = run.name in names
+            run.follow(is_plain=is_plain)
         self._refresh()
 
     def apply_updates(self) -> None:

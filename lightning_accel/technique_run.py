@@ -55,6 +55,7 @@ class TechniqueRun:
         self.is_closed = False
         self._decisions, self._degrade, self._refresh = decisions, degrade, refresh
         self._variant: str | None = None  # the one that live trials have switched to
+        self._had_no_arm = False  # when they asked, since it had done nothing yet; it may do so later
 
     @property
     def is_active(self) -> bool:
@@ -173,6 +174,7 @@ class TechniqueRun:
         choices = tuple(dict.fromkeys(variant for patch in patches for variant in patch.variants))
         live, settle = self.context.live, max((patch.settle for patch in patches), default=0)
         choices = choices or live.variants
+        self._had_no_arm = not choices
         if len(choices) > 1 and not live.starts_off and live.setup is None:
             self.switch(choices[0])  # optimizers of several kinds may have begun with different variants
         return Arm(self.name, choices, self.switch, settle, **vars(live)) if choices else None
@@ -189,6 +191,11 @@ class TechniqueRun:
             self.record.sites.change(patch.site, "ON", patch.change)
         if begun:
             self.settle()
+
+    def follow(self, *, is_plain: bool) -> None:
+        """Pauses a technique without an arm in plain steps, so that they stay the user's own."""
+        if self._had_no_arm and is_plain != (self._variant == OFF):
+            self.switch(OFF if is_plain else "on")
 
     # -- sites, one by one -------------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ class LiveTuning(TrainerTurns):
 
     def _put(self, choices: Choices) -> None:
         self._switched(not choices)
-        self._engine.disable(arm.name for arm in self._arms if arm.name not in choices)
+        self._engine.disable((arm.name for arm in self._arms if arm.name not in choices), is_plain=not choices)
 
     def _recalled(self, key: Key) -> Tuning | None:
         known, complaint = None, ""

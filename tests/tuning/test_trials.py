@@ -53,6 +53,11 @@ def test_the_arm_with_the_most_to_gain_is_asked_first() -> None:
     assert list(run.run().results) == ["whole plan", "attention", "copies"]
 
 
+def test_after_a_plan_that_has_lost_the_arm_with_the_least_to_lose_is_asked_first() -> None:
+    run = SimulatedRun({"attention": 0.5, "copies": 1.1})
+    assert list(run.run().results)[:3] == ["whole plan", "copies", "attention"]
+
+
 @pytest.mark.parametrize(("speedup", "kept"), [(1.3, {"attention": "on", "threads": "on"}), (0.6, {"attention": "on"})])
 def test_what_loses_more_often_than_it_wins_is_no_part_of_the_whole_and_asked_last(
     speedup: float, kept: dict[str, str]

@@ -14,7 +14,7 @@ from lightning_accel.core.compiled import compiled_anew
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.torch_private.compilation import compiling_ms
-from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.arms import OFF, Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.flash_attention.backend_trial import WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
@@ -143,6 +143,8 @@ class FlashAttention(Technique):
                     self._dispatches[site].is_refused = False
             self._switches.undo()
         elif isinstance(event, Switched):
+            for dispatch in self._dispatches.values():  # also those that were refused, and are asked again for others
+                dispatch.is_paused = event.variant == OFF
             self._switch_models()
 
     @override

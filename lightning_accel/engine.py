@@ -221,16 +221,15 @@ class Engine:
             self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
         return found
 
-    def disable(self, names: Iterable[str], *, is_plain: bool = False) -> None:
+    def disable(self, names: Iterable[str], *, pauses: Callable[[str], bool] = lambda name: False) -> None:
         """Leaves these techniques, and no others, out of the next steps: their arms are off.
 
-        Plain steps are without the techniques that had no arm, too.
+        Of techniques without an arm, ``pauses`` says which have to leave the next steps alone.
         """
         self.apply_updates()
         names = set(names)
         for run in self._runs:
-            run.is_disabled = run.name in names
-            run.follow(is_plain=is_plain)
+            run.is_disabled = run.pause(pauses(run.name)) or run.name in names
         self._refresh()
 
     def apply_updates(self) -> None:

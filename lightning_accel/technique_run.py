@@ -19,9 +19,9 @@ from lightning_accel.core.report import AccelError, TechniqueReport, one_line
 from lightning_accel.core.states import SiteChanged, VerdictKind
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.techniques.base import Technique, Traits
-from lightning_accel.techniques.site import Site
+from lightning_accel.techniques.site import PausedPatch, Site
 from lightning_accel.techniques.technique_context import Verdict, Verdicts
-from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
+from lightning_accel.techniques.technique_events import Decided, Event, Paused, Settled, Switched
 
 Decisions = dict[str, Verdicts]
 """Technique → site → verdict."""
@@ -55,7 +55,7 @@ class TechniqueRun:
         self.is_closed = False
         self._decisions, self._degrade, self._refresh = decisions, degrade, refresh
         self._variant: str | None = None  # the one that live trials have switched to
-        self._had_no_arm = False  # when they asked, since it had done nothing yet; it may do so later
+        self._had_no_arm = self._is_paused = False  # it had done nothing when they asked, and may do so later
 
     @property
     def is_active(self) -> bool:
@@ -186,16 +186,22 @@ class TechniqueRun:
         for patch in patches if variant != OFF else reversed(patches):
             patch.switch(variant)
         self.tell(Switched(variant))
-        begun = [patch for patch in patches if patch.is_applied and patch.site not in self.record.changes]
+        acting = [patch for patch in patches if patch.is_applied and variant in patch.variants]
+        begun = [patch for patch in acting if patch.site not in self.record.changes]
         for patch in begun:
             self.record.sites.change(patch.site, "ON", patch.change)
         if begun:
             self.settle()
 
-    def follow(self, *, is_plain: bool) -> None:
-        """Pauses a technique without an arm in plain steps, so that they stay the user's own."""
-        if self._had_no_arm and is_plain != (self._variant == OFF):
-            self.switch(OFF if is_plain else "on")
+    def pause(self, is_paused: bool) -> bool:
+        """Pauses a technique that had no arm, or lets it act again. Returns whether it is paused."""
+        if self._had_no_arm and self.is_active and is_paused != self._is_paused:
+            self._is_paused = is_paused
+            for patch in self.patches:
+                if isinstance(patch, PausedPatch):
+                    patch.switch(OFF if is_paused else "on")
+            self.tell(Paused(is_paused))
+        return self._is_paused
 
     # -- sites, one by one -------------------------------------------------------------------------------------
 
@@ -289,6 +295,7 @@ class TechniqueRun:
             self._remember({patch.site: Verdict(kind, reason)})
         self.context.take()
         self.tell(Settled())
+        self.tell(Paused(True))  # sites that were to be asked again
         self._refresh()
 
     def close(self) -> None:

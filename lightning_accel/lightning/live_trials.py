@@ -177,7 +177,8 @@ class LiveTuning(TrainerTurns):
 
     def _put(self, choices: Choices) -> None:
         self._switched(not choices)
-        self._engine.disable((arm.name for arm in self._arms if arm.name not in choices), is_plain=not choices)
+        off = (arm.name for arm in self._arms if arm.name not in choices)
+        self._engine.disable(off, pauses=lambda name: not choices)
 
     def _recalled(self, key: Key) -> Tuning | None:
         known, complaint = None, ""
@@ -225,9 +226,11 @@ class LiveTuning(TrainerTurns):
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
 
 
-def set_choices(engine: RunEngine, arms: Sequence[Arm], choices: Choices) -> None:
+def set_choices(
+    engine: RunEngine, arms: Sequence[Arm], choices: Choices, pauses: Callable[[str], bool] = lambda name: False
+) -> None:
     """Applies settled choices in a run without live trials, such as an evaluation."""
     for arm in arms:
         arm.choose(choices.get(arm.name, OFF))
-    engine.disable(arm.name for arm in arms if arm.name not in choices)
+    engine.disable((arm.name for arm in arms if arm.name not in choices), pauses=pauses)
     engine.report.settled({arm.name for arm in arms} - choices.keys())

@@ -90,7 +90,8 @@ class Run:
                 self.live = engine.live = LiveTuning(engine, self._loggers, self._switched)
                 self._add(*self.live.patches())
         elif kept.tuning is not None and plan.trust != "checked":
-            set_choices(engine, engine.arms(), kept.tuning.choices)
+            choices = kept.tuning.choices
+            set_choices(engine, engine.arms(), choices, pauses=lambda name: name not in choices)
 
     def _guards(self) -> Iterator[Layer]:
         """Yields the layers that guard the steps of this run."""

@@ -191,7 +191,7 @@ class OptimizerSteps(Technique):
     def optimizer_sites(self, optimizers: Mapping[str, Optimizer]) -> Iterator[Patch]:
         # Where each rank decides alone, their parameters would drift apart, by rounding.
         if self._setting == "auto" and not self._is_xla and not self.run.decides_alone:
-            self.run.live = Live()
+            self.run.live = Live(loses_little=True)
         for site, optimizer in optimizers.items():
             if self._is_xla:
                 yield step_syncfree(site, optimizer)

@@ -29,6 +29,16 @@ class Switched:
 
 
 @dataclass(frozen=True)
+class Paused:
+    """The technique is to leave the next steps alone, or may act again: it had no choices to offer to live trials.
+
+    It had done nothing when they asked, and may find something to do later. Plain steps stay the user's own.
+    """
+
+    is_paused: bool
+
+
+@dataclass(frozen=True)
 class Added:
     """A technique was added in mid-run. Every technique is told.
 
@@ -43,4 +53,4 @@ class Added:
     protects: Mapping[str, str]
 
 
-Event = Decided | Settled | Switched | Added
+Event = Decided | Settled | Switched | Paused | Added

@@ -1,11 +1,11 @@
 """The order of live trials: comparisons, one after the other, decide which arms a run has.
 
 First the whole plan is compared with the plain run. Then every arm is: the run with it against the run without it. The
-arm with the largest possible gain comes first, or last if the whole plan has lost. Arms that need a setup come last.
-Arms that win stay; arms that do not are removed, even if they cost nothing. Then the audit compares the remaining arms
-with the plain run again. If they are not certainly faster, arms are removed one by one, in the end all of them. During
-the rest of the run, an occasional pair of turns, and a new audit if the plan's steps have become slower, keep the
-promise that the run is never slower than plain.
+arm with the largest possible gain comes first. If the whole plan has lost, those that can lose little come before it.
+Arms that need a setup come last. Arms that win stay; arms that do not are removed, even if they cost nothing. Then the
+audit compares the remaining arms with the plain run again. If they are not certainly faster, arms are removed one by
+one, in the end all of them. During the rest of the run, an occasional pair of turns, and a new audit if the plan's
+steps have become slower, keep the promise that the run is never slower than plain.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ class Questions:
         has_won = tuning.is_proven
         if not everything or len(self._arms) > 1 or any(len(arm.choices) > 1 for arm in self._arms.values()):
             arms = list(self._arms.values())
-            if everything and not has_won:  # what may gain most may lose most, too, and leave no budget for the others
-                arms.reverse()
-                arms.sort(key=lambda arm: _order(arm)[:2])
+            if everything and not has_won:  # the loss has left little budget, and one of these may earn some
+                arms.sort(key=lambda arm: not arm.loses_little)
             asked = [(arm, choice) for arm in arms for choice in arm.choices]
             for arm, choice in asked:
                 yield from self._ask_arm(arm, choice, alpha / len(asked))

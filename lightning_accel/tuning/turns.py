@@ -173,7 +173,7 @@ class LoopTuning:
         arms = [] if torch.are_deterministic_algorithms_enabled() else self._engine.arms()
 
         def put(choices: Choices) -> None:
-            self._engine.disable((arm.name for arm in arms if arm.name not in choices), is_plain=not choices)
+            self._engine.disable((arm.name for arm in arms if arm.name not in choices), pauses=lambda name: not choices)
 
         return LiveTrials(arms, self._steps_left, put=put, say=self._say)
 

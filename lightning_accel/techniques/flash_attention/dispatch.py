@@ -123,7 +123,7 @@ class Dispatch(PausedPatch):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A deep copy of the module (EMA, the oracle of a trial) is not the site. A compiler is to see the original.
             is_compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-            if self is not dispatch.attention.module or dispatch.is_refused or dispatch.is_paused or is_compiled:
+            if is_compiled or self is not dispatch.attention.module or dispatch.is_refused or dispatch.is_paused:
                 return original(self, *args, **kwargs)
             return dispatch._route(original, args, kwargs)
 

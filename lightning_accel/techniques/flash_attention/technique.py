@@ -14,7 +14,7 @@ from lightning_accel.core.compiled import compiled_anew
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.torch_private.compilation import compiling_ms
-from lightning_accel.techniques.arms import OFF, Live
+from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.flash_attention.backend_trial import WatchedBackend
 from lightning_accel.techniques.flash_attention.backends import BACKENDS, installed_backends
@@ -27,7 +27,7 @@ from lightning_accel.techniques.flash_attention.sites import model_switches
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import Forecast, Verdict, Verdicts
-from lightning_accel.techniques.technique_events import Decided, Event, Settled, Switched
+from lightning_accel.techniques.technique_events import Decided, Event, Paused, Settled, Switched
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
 _FIRST_CAPTURE_S, _CAPTURE_S = 0.7, 0.1  # what Dynamo takes, in a process and for every function
@@ -142,9 +142,10 @@ class FlashAttention(Technique):
                 if verdict.choices and site in self._dispatches:
                     self._dispatches[site].is_refused = False
             self._switches.undo()
-        elif isinstance(event, Switched):
-            for dispatch in self._dispatches.values():  # also those that were refused, and are asked again for others
-                dispatch.is_paused = event.variant == OFF
+        elif isinstance(event, Paused):
+            for dispatch in self._dispatches.values():
+                dispatch.is_paused = event.is_paused
+        if isinstance(event, Paused | Switched):
             self._switch_models()
 
     @override

@@ -88,7 +88,7 @@ class Activation:
 
         @functools.wraps(original)
         def forward(module: Any, input: Tensor) -> Any:
-            if self.is_paused or is_compiling() or (is_dropout and not (module.training and module.p)):
+            if is_compiling() or self.is_paused or (is_dropout and not (module.training and module.p)):
                 return original(module, input)
             reason = self._objection(module, input)
             if reason is None:

@@ -56,7 +56,7 @@ class InplaceActivations(Technique):
         self._skip = skip
         self._smallest = smallest
         self.activations: dict[str, Activation] = {}
-        self.run.live = Live(saves_memory=True)
+        self.run.live = Live(saves_memory=True, loses_little=True)
 
     @classmethod
     @override

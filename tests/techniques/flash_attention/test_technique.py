@@ -303,21 +303,3 @@ def test_a_model_is_released_when_the_run_is_over() -> None:
     del model, handle
     gc.collect()
     assert released() is None
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_a_refused_site_is_asked_again_for_other_shapes_but_not_in_plain_steps(
-    is_plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock(monkeypatch, speed=0.5)
-    model = Stack(FOUND["at_sign"])
-    handle = start(model, "auto")
-    for _ in range(2):
-        step(model, handle, batch())
-    assert handle.engine.arms() == []  # nothing was faster, so live trials have nothing to switch
-    clock(monkeypatch, speed=2.0)
-    handle.engine.disable((), is_plain=is_plain)
-    for _ in range(2):
-        step(model, handle, batch(length=64))
-    assert handle.report.applied("flash_attention") == ([] if is_plain else ["layers.0", "layers.1"])
-    handle.undo()

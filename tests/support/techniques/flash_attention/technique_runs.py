@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.experiment.trial import NumbersComparison, Trial
+from lightning_accel.techniques.flash_attention.dispatch import Dispatch
 from lightning_accel.techniques.flash_attention.technique import FlashAttention
 from support.attention_zoo import FOUND
 
@@ -74,10 +75,14 @@ def batch(size: int = 4, length: int = 16) -> Tensor:
     return torch.randn(size, length, 32)
 
 
-def choices(handle: AcceleratedModel, site: str = "layers.0") -> dict[str, str]:
+def dispatches(handle: AcceleratedModel) -> dict[str, Dispatch]:
     technique = handle.engine.technique(FlashAttention)
     assert technique is not None
-    return technique._dispatches[site].choices
+    return technique._dispatches
+
+
+def choices(handle: AcceleratedModel, site: str = "layers.0") -> dict[str, str]:
+    return dispatches(handle)[site].choices
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, speed: float) -> list[Trial]:

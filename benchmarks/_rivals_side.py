@@ -32,6 +32,7 @@ def trained(
     limit_s: float,
     data: str,
     folder: Path,
+    turns: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """What a run has measured, or why there is none."""
     warnings.simplefilter("ignore")
@@ -43,7 +44,7 @@ def trained(
         return {"absent": "; ".join(filter(None, [str(error), chosen.why]))}
     import torch
     from _rivals_cases import CASES
-    from _rivals_training import Clock, Training
+    from _rivals_training import Clock, Training, TurnsClock
 
     module, _, function = chosen.function.partition(".")
     run = getattr(importlib.import_module(module), function)
@@ -52,7 +53,7 @@ def trained(
     net = CASES[case].net(**CASES[case].sizes[device].net)
     net.load_state_dict(weights)
     torch.manual_seed(0)
-    clock = Clock(device, marks, limit_s)
+    clock = TurnsClock(device, limit_s, **turns) if turns else Clock(device, marks, limit_s)
     training = Training(
         net=net,
         loss=CASES[case].loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,6 +53,35 @@ class Clock:
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
+
+
+class TurnsClock(Clock):
+    """Has the process wait after so many steps, and then train a few whenever a line comes in.
+
+    Before it waits, it prints ``turn`` and the seconds of these steps, but for the first ones, which fill caches.
+
+    Args:
+        after: Steps before the first wait.
+        length: Steps of a turn.
+    """
+
+    _FILLING = 3
+
+    def __init__(self, device: str, limit_s: float, after: int, length: int) -> None:
+        super().__init__(device, [], limit_s)
+        self._after, self._length = after, length
+        self._last_s, self._turn_s = 0.0, list[float]()
+
+    def step(self, loss: Tensor) -> None:
+        super().step(loss)
+        now = time.perf_counter()
+        self._turn_s.append(now - self._last_s)
+        if len(self.at_s) >= self._after and (len(self.at_s) - self._after) % self._length == 0:
+            print("turn", *self._turn_s[-self._length :][self._FILLING :], flush=True)
+            sys.stdin.readline()
+            self._turn_s.clear()
+            now = time.perf_counter()
+        self._last_s = now
 
 
 class Ready(Dataset[Any]):

@@ -112,7 +112,7 @@ stub: $(STAMP)  ## Write the schema of reports, after it was changed
 	$(BIN)/python tests/report_schema.py
 
 bench: $(STAMP)  ## Every benchmark that runs on a CPU, downstream and rivals apart (80 minutes on 2 slow cores, and an hour for tuning.py)
-	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e /rivals.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e /rivals -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.md (10 minutes, nothing else running)
@@ -121,7 +121,7 @@ column: $(STAMP)  ## Measure this machine's column of README.md and docs/claims.
 	$(BIN)/python benchmarks/render.py
 
 results: $(STAMP)  ## Measure everything again, and write the tables of README.md and docs (95 minutes on 2 slow cores, and an hour for tuning.py)
-	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e /rivals.py -e '/_'); do \
+	@for script in $$(ls benchmarks/*.py | grep -v -e '/gpu[._]' -e /render.py -e /downstream.py -e /rivals -e '/_'); do \
 		echo "== $$script"; $(BIN)/python "$$script" --json docs/results || exit 1; done
 	@$(MAKE) column
 
@@ -131,8 +131,9 @@ downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and wit
 	$(BIN)/python benchmarks/render.py
 
 # Not in $(VENV): the other tools bring packages of their own.
-rivals: $(RIVALS_STAMP)  ## AccelPlugin() beside other tools on six models (makes .venv-rivals: 3 GB; an hour on 2 slow cores)
+rivals: $(RIVALS_STAMP)  ## AccelPlugin() beside other tools on six models (makes .venv-rivals: 3 GB; 80 minutes on 2 slow cores)
 	$(RIVALS)/bin/python benchmarks/rivals.py --json docs/results
+	$(RIVALS)/bin/python benchmarks/rivals_settled.py --json docs/results
 	$(RIVALS)/bin/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it.

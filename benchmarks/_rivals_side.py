@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from _rivals_sides import SIDES
+from _rivals_turns import hold_clocks
 
 
 def main(request: Path, answer: Path) -> None:
     asked = json.loads(request.read_text(encoding="utf-8"))
+    if "turns" in asked:
+        hold_clocks()
     answer.write_text(json.dumps(trained(**asked, folder=request.parent)), encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _rivals_turns import await_turn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,13 +57,11 @@ class Clock:
 
 
 class TurnsClock(Clock):
-    """Has the process wait after so many steps, and then train a few whenever a line comes in.
-
-    Before it waits, it prints ``turn`` and the seconds of these steps, but for the first ones, which fill caches.
+    """Has the process await its turn after so many steps, and then again after every few.
 
     Args:
-        after: Steps before the first wait.
-        length: Steps of a turn.
+        after: Steps before the first turn.
+        length: Steps of a turn. It tells the seconds of all but the first ones, which fill the processor's caches.
     """
 
     _FILLING = 3
@@ -70,18 +69,12 @@ class TurnsClock(Clock):
     def __init__(self, device: str, limit_s: float, after: int, length: int) -> None:
         super().__init__(device, [], limit_s)
         self._after, self._length = after, length
-        self._last_s, self._turn_s = 0.0, list[float]()
 
     def step(self, loss: Tensor) -> None:
         super().step(loss)
-        now = time.perf_counter()
-        self._turn_s.append(now - self._last_s)
         if len(self.at_s) >= self._after and (len(self.at_s) - self._after) % self._length == 0:
-            print("turn", *self._turn_s[-self._length :][self._FILLING :], flush=True)
-            sys.stdin.readline()
-            self._turn_s.clear()
-            now = time.perf_counter()
-        self._last_s = now
+            ends = self.at_s[-self._length :][self._FILLING - 1 :]
+            await_turn(*(after - before for before, after in itertools.pairwise(ends)))
 
 
 class Ready(Dataset[Any]):

@@ -4,8 +4,9 @@
         [--json docs/results]
 
 Every side of a model trains ``--steps`` steps in a process of its own, then waits. From then on the sides take turns of
-13 steps, in random order in each round, so that all meet the machine as it is at that time. Of a turn the median of its
-last ten steps counts. Speeds are medians over rounds of the first side's time divided by the side's.
+13 steps, in random order in each round, so that all meet the machine as it is at that time. The clocks of a process,
+the plugin's own among them, stand still while another has the turn. Of a turn the median of its last ten steps counts.
+Speeds are medians over rounds of the first side's time divided by the side's.
 """
 
 from __future__ import annotations

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -37,6 +41,28 @@ def test_sides_start_alike_and_a_tool_that_is_not_there_is_said(
     assert [len(row) for row in tables.rows(measured)] == [len(tables.columns(measured))] * 2
     (line,) = tables.missing(measured)
     assert line.startswith("Composer: ")
+
+
+@pytest.mark.medium
+def test_sides_that_have_settled_take_turns(part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settled = part("rivals_settled")
+    found = settled.measure("mlp", ["plain", "hand"], steps=2, rounds=2)
+    assert {side: len(seconds) for side, seconds in found.items()} == {"plain": 2, "hand": 2}
+    assert settled.speed(found, "plain", "plain") == ("1.00x", "1.00 to 1.00")
+
+
+def test_the_clocks_of_a_side_stand_still_while_another_has_the_turn() -> None:
+    program = "import time; from _rivals_turns import *; hold_clocks()"
+    program += "\nbegan = time.perf_counter(), time.monotonic_ns(); await_turn()"
+    program += "\nprint(time.perf_counter() - began[0], (time.monotonic_ns() - began[1]) / 1e9)"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=BENCHMARKS) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "turn\n"
+        time.sleep(2)
+        told, _ = process.communicate("\n")
+    assert all(float(seconds) < 1 for seconds in told.split())
 
 
 def test_what_compiles_for_a_minute_is_measured_once(part: Callable[[str], Any]) -> None:

@@ -67,8 +67,9 @@ class Side:
     def _until_it_waits(self) -> float:
         assert self._process.stdout is not None
         for line in self._process.stdout:  # tools print, too
-            if line.startswith("turn "):
-                return statistics.median(map(float, line.split()[1:]))
+            word, *seconds = line.split() or [""]
+            if word == "turn":
+                return statistics.median(map(float, seconds or ["nan"]))  # none before the first turn of a short run
         raise RuntimeError(f"{self._process.args} ended with {self._process.wait()}.")
 
 

@@ -61,8 +61,8 @@ class Side:
         return self._until_it_waits()
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # closes its pipes
+            self._process.kill()
 
     def _until_it_waits(self) -> float:
         assert self._process.stdout is not None

@@ -127,7 +127,7 @@ def main() -> None:
         if OURS in chosen.sides:
             verdicts.append([CASES[case].title, *(" (".join(speed(found, OURS, side)) + ")" for side in others)])
     details = {"verdicts": {"columns": verdict_columns, "rows": verdicts}, "not measured": [], "step_s": everything}
-    publish("rivals-settled", command, columns, rows, details, by_machine=True)
+    publish("rivals_settled", command, columns, rows, details, by_machine=True)
 
 
 if __name__ == "__main__":

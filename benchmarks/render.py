@@ -105,9 +105,9 @@ REMARKS = {
     " same weights, batches and optimizer. Each run is a process of its own that finds nothing in any cache. Setting"
     " up, compiling and trials are in the times; imports are not. The verdicts, and what each side is:"
     " [beside other tools](../rivals.md).",
-    "rivals_settled": "Every side trains until `AccelPlugin()` has made its trials. Then the sides' processes take turns"
-    " of 13 steps, in random order in each round. The clock of each stands still while another has the turn. A turn's time"
-    " is the median of its last ten steps.",
+    "rivals_settled": "Every side trains until `AccelPlugin()` has made its trials. Then the processes take turns of 13"
+    " steps, in random order in each round. The clock of each stands still while another has the turn. A turn's time is"
+    " the median of its last ten steps.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "deploying": "Asked for: INT8 at batch 1 at least twice as fast as eager float32, in a quarter of the size, for"

@@ -53,9 +53,7 @@ class Live:
     saves_memory: bool = False  # whether it is meant to save memory: it stays unless the run is slower with it
     gain_ms: float | None = None  # the most that it can gain in a step, by its trial; None if nothing was timed
     starts_off: bool = False  # whether it is off until live trials put it on; it stays off in a run too short for them
-    loses_little: bool = (
-        False  # whether steps are hardly slower with it at worst: asked early if the whole plan has lost
-    )
+    loses_little: bool = False  # whether it can hardly make steps slower: asked early after a plan that lost
     asked_alone: bool = False  # whether the first question, about the whole plan, leaves it out: it mostly loses
     setup: ArmSetup | None = None  # what it needs once; None if nothing. Such an arm is tried after all the others
 

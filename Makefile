@@ -133,7 +133,6 @@ downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and wit
 # Not in $(VENV): the other tools bring packages of their own.
 rivals: $(RIVALS_STAMP)  ## AccelPlugin() beside other tools on six models (makes .venv-rivals: 3 GB; 80 minutes on 2 slow cores)
 	$(RIVALS)/bin/python benchmarks/rivals.py --json docs/results
-	$(RIVALS)/bin/python benchmarks/rivals_settled.py --json docs/results
 	$(RIVALS)/bin/python benchmarks/render.py
 
 # No network, no venv, no install: PYTHON is the machine's own, with torch and Lightning in it.

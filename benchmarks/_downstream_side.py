@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from _downstream_models import FITS, MODELS, OWN_PRECISION, PLAIN, SETTINGS
+from _held_clocks import hold_clocks, standing
 
 TURN_S = 0.05
 """Long beside what it takes to fill the processor's caches again, short beside what slows a machine down."""
-
-_clock_ns, _away_ns = time.perf_counter_ns, 0
 
 MODULES = {
     "darts": "darts.models.forecasting.nlinear",
@@ -43,18 +42,11 @@ MODULES = {
 Fits = list[dict[str, float]]  # what each has measured
 
 
-def own_ns() -> int:
-    """What this process's clock shows."""
-    return _clock_ns() - _away_ns
-
-
 def await_turn(pipe: Connection) -> None:
     """Hands the turn over, and returns when it has come back."""
-    global _away_ns
-    left_ns = _clock_ns()
-    pipe.send(None)
-    pipe.recv()
-    _away_ns += _clock_ns() - left_ns
+    with standing():
+        pipe.send(None)
+        pipe.recv()
 
 
 def lightnings() -> list[types.ModuleType]:
@@ -74,7 +66,7 @@ class Watch:
     """
 
     def __init__(self, accelerated: bool, pipe: Connection) -> None:
-        self.steps, self._accelerated, self._pipe, self._began_ns = 0, accelerated, pipe, own_ns()
+        self.steps, self._accelerated, self._pipe, self._began_ns = 0, accelerated, pipe, time.perf_counter_ns()
         for lightning in lightnings():
             self._stand_in(lightning)
 
@@ -96,9 +88,9 @@ class Watch:
         lightning.Trainer.fit = watched
 
     def _hand_over(self, *_: Any) -> None:
-        if own_ns() - self._began_ns >= 1e9 * TURN_S:
+        if time.perf_counter_ns() - self._began_ns >= 1e9 * TURN_S:
             await_turn(self._pipe)
-            self._began_ns = own_ns()
+            self._began_ns = time.perf_counter_ns()
 
 
 def added(library: str, side: str) -> dict[str, Any]:
@@ -123,9 +115,9 @@ def fits(title: str, side: str, number: int, folder: Path, pipe: Connection) -> 
     for _ in range(number):
         lightnings()[0].seed_everything(0, verbose=False)
         fit = MODELS[title](added(title.split()[0], side))
-        watch.steps, cpu, wall_ns = 0, time.process_time(), own_ns()
+        watch.steps, cpu, wall_ns = 0, time.process_time(), time.perf_counter_ns()
         fit()
-        wall_s, cpu = (own_ns() - wall_ns) / 1e9, time.process_time() - cpu
+        wall_s, cpu = (time.perf_counter_ns() - wall_ns) / 1e9, time.process_time() - cpu
         if not watch.steps:
             raise RuntimeError("the fit had another Trainer than those that are watched")
         found.append({"steps": watch.steps, "wall_s": wall_s, "cpu_s": cpu})
@@ -176,8 +168,7 @@ def one_round(title: str, sides: Sequence[str], coin: random.Random) -> dict[str
 
 def main() -> None:
     title, rounds, settings = sys.argv[1:]
-    time.perf_counter_ns = own_ns  # before anybody has taken it
-    time.perf_counter = lambda: own_ns() / 1e9
+    hold_clocks()
     library = title.split()[0]
     importlib.import_module(MODULES.get(library, library))
     if not lightnings():

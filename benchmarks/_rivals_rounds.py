@@ -1,17 +1,14 @@
-"""The rounds of :mod:`rivals`: in each, every side of every model once, in random order, in a process of its own."""
+"""The rounds of :mod:`rivals`: in each, every side of every model once, in processes that take turns."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import random
 import statistics
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +16,16 @@ from typing import Any
 import torch
 from _rivals_cases import CASES
 from _rivals_sides import COMPILES_S, SIDES
-from downstream import reason
+from _rivals_turns import Turns
 
 from lightning_accel.core.host import Host
-from lightning_accel.experiment.subprocess_runner import Subprocess
 
 MARKS = (100, 1_000, 10_000)
 USUAL_STEPS = 1_000
 LAST_LOSSES = 20
 MOST_BATCHES = {"cpu": 256, "cuda": 64}
 STARTS_S = 9.0  # a process, with its imports
-PATIENCE_S = 300.0  # beyond a run's limit, for what comes before its first step
-CACHES = ("LIGHTNING_ACCEL_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME")
+TURN = 20  # steps: short beside what slows a machine down, long beside what fills the processor's caches again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +141,25 @@ def measure(options: Options) -> Iterator[Measured]:
                 data = Path(folder) / f"{name}.pt"
                 if not data.exists() and not _made(name, options, data, so_far):
                     continue
-                sides = options.sides_of(round_)
-                for side in random.sample(sides, len(sides)):
-                    if {side, f"{name}, {side}"} & set(so_far.missing):
-                        continue
-                    print(f"{name}, {side}", end=": ", flush=True)
-                    _add(so_far, name, side, _one_run(name, side, data, has_bf16, options))
-                    print(_in_words(so_far, name, side), flush=True)
+                asked = {"case": name, "data": str(data), "has_bf16": has_bf16, "device": options.device}
+                asked |= {"steps": options.steps, "marks": _waits(options), "limit_s": options.limit_s}
+                asked |= {"turn": TURN if options.device == "cpu" else 0}  # a GPU keeps its speed, and has less memory
+                sides = [side for side in options.sides_of(round_) if not {side, f"{name}, {side}"} & {*so_far.missing}]
+                for side, answer in _in_turns([Turns(side, asked, options.pythons.get(side)) for side in sides]):
+                    _add(so_far, name, side, answer)
+                    print(f"{name}, {side}: {_in_words(so_far, name, side)}", flush=True)
                     yield so_far
+
+
+def _in_turns(sides: Sequence[Turns]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each side has measured, or why there is nothing; as soon as it has ended."""
+    with ExitStack() as processes:
+        waiting = [processes.enter_context(side) for side in sides]
+        while waiting:
+            for side in random.sample(waiting, len(waiting)):
+                if (answer := side.turn()) is not None:
+                    waiting.remove(side)
+                    yield side.side, answer
 
 
 def _made(name: str, options: Options, data: Path, so_far: Measured) -> bool:
@@ -202,41 +208,6 @@ def summed_up(answer: Mapping[str, Any], options: Options) -> Run:
         torch=answer["torch"],
         report=answer.get("report", ""),
     )
-
-
-def _one_run(name: str, side: str, data: Path, has_bf16: bool, options: Options) -> dict[str, Any]:
-    """In a process that finds nothing in any cache but what the same side has left there before."""
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(SIDES[side].runs):
-            told = _process(name, side, data, has_bf16, options, Path(folder))
-            if "at_s" not in told:
-                break
-    return told
-
-
-def _process(name: str, side: str, data: Path, has_bf16: bool, options: Options, folder: Path) -> dict[str, Any]:
-    request, answer = folder / "request.json", folder / "answer.json"
-    answer.unlink(missing_ok=True)
-    asked = {
-        **{"side": side, "case": name, "data": str(data), "has_bf16": has_bf16, "limit_s": options.limit_s},
-        **{"steps": options.steps, "marks": _waits(options), "device": options.device},
-    }
-    request.write_text(json.dumps(asked), encoding="utf-8")
-    caches = {variable: str(folder / variable.lower()) for variable in CACHES}
-    caches["PYTORCH_AUTOTUNE_CACHE"] = str(folder / "autotune.json")
-    script = Path(__file__).with_name("_rivals_side.py")
-    command = [options.pythons.get(side, sys.executable), str(script), str(request), str(answer)]
-    with Subprocess(command, environment={**os.environ, **caches}, folder=folder) as process:
-        late = threading.Timer(options.limit_s + PATIENCE_S, process.end)
-        late.start()
-        status = process.wait()
-        late.cancel()
-        late.join()
-        if answer.exists():
-            told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-            return told
-        said = reason("\n".join(process.last_lines(500)))
-        return {"failed": f"not done after {options.limit_s + PATIENCE_S:g} s" if status < 0 else said}
 
 
 def _waits(options: Options) -> list[int]:

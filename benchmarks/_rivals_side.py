@@ -14,14 +14,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from _held_clocks import hold_clocks
 from _rivals_sides import SIDES
-from _rivals_turns import hold_clocks
 
 
 def main(request: Path, answer: Path) -> None:
+    hold_clocks()
     asked = json.loads(request.read_text(encoding="utf-8"))
-    if "turns" in asked:
-        hold_clocks()
     answer.write_text(json.dumps(trained(**asked, folder=request.parent)), encoding="utf-8")
 
 
@@ -35,7 +34,7 @@ def trained(
     limit_s: float,
     data: str,
     folder: Path,
-    turns: dict[str, int] | None = None,
+    turn: int,
 ) -> dict[str, Any]:
     """What a run has measured, or why there is none."""
     warnings.simplefilter("ignore")
@@ -47,7 +46,7 @@ def trained(
         return {"absent": "; ".join(filter(None, [str(error), chosen.why]))}
     import torch
     from _rivals_cases import CASES
-    from _rivals_training import Clock, Training, TurnsClock
+    from _rivals_training import Clock, Training
 
     module, _, function = chosen.function.partition(".")
     run = getattr(importlib.import_module(module), function)
@@ -56,7 +55,7 @@ def trained(
     net = CASES[case].net(**CASES[case].sizes[device].net)
     net.load_state_dict(weights)
     torch.manual_seed(0)
-    clock = TurnsClock(device, limit_s, **turns) if turns else Clock(device, marks, limit_s)
+    clock = Clock(device, marks, limit_s, turn)
     training = Training(
         net=net,
         loss=CASES[case].loss,

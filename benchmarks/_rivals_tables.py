@@ -18,7 +18,7 @@ ASKS_COLUMNS = ("", "lines of yours", "keeps Lightning's Trainer", "checked by i
 def columns(measured: Measured) -> list[str]:
     after = [f"{mark:,} steps, s" for mark in measured.options.marks]
     return [
-        *("", "side", "settled step, ms", *after, "speed over all", "least to most"),
+        *("", "side", "settled step, ms", "settled speed", *after, "speed over all", "least to most"),
         *("peak, MiB", "loss at the end", "of plain's"),
     ]
 
@@ -39,6 +39,7 @@ def _row(measured: Measured, name: str, side: str) -> list[str]:
         CASES[name].title,
         SIDES[side].title,
         f"{statistics.median(run.step_ms for run in runs):.1f}",
+        settled(measured, name, side, PLAIN),
         *after,
         *over(measured, name, side, PLAIN),
         f"{statistics.median(run.peak_mib for run in runs):,.0f}",
@@ -60,13 +61,22 @@ def _seconds(found: Sequence[float]) -> str:
 def ratios(measured: Measured, name: str, side: str, other: str) -> list[float]:
     """How many times as fast as another a side was over all steps, by rounds; none where one was cut off."""
     last = str(measured.options.steps)
-    sides = measured.found.get(name, {})
-    pairs: list[tuple[Run, Run]] = list(zip(sides.get(side, []), sides.get(other, []), strict=False))
     return [
         theirs.after_s[last] / own.after_s[last]
-        for own, theirs in pairs
+        for own, theirs in _pairs(measured, name, side, other)
         if {last} <= own.after_s.keys() & theirs.after_s.keys()
     ]
+
+
+def settled(measured: Measured, name: str, side: str, other: str) -> str:
+    """How many times as fast as another a side was once both had settled; empty where one is not there."""
+    found = [theirs.step_ms / own.step_ms for own, theirs in _pairs(measured, name, side, other)]
+    return f"{statistics.median(found):.2f}x" if found else ""
+
+
+def _pairs(measured: Measured, name: str, side: str, other: str) -> list[tuple[Run, Run]]:
+    sides = measured.found.get(name, {})
+    return list(zip(sides.get(side, []), sides.get(other, []), strict=False))
 
 
 def over(measured: Measured, name: str, side: str, other: str) -> tuple[str, str]:
@@ -87,10 +97,17 @@ def best_other(measured: Measured, name: str) -> str | None:
     return min(taken, key=taken.__getitem__, default=None)
 
 
+def best_settled(measured: Measured, name: str) -> str:
+    """The side whose settled steps take the least time, ours left out."""
+    found = {side: runs for side, runs in measured.found[name].items() if not side.startswith(OURS)}
+    return min(found, key=lambda side: statistics.median(run.step_ms for run in found[side]))
+
+
 def verdict_columns(measured: Measured) -> list[str]:
     over_others = [f"over {SIDES[side].title}" for side in _also_beside(measured)]
     again = ["once more, over it"] if _is_measured(measured, AGAIN) else []
-    return ["", "the best other side", "`AccelPlugin()` over it", "least to most", "asked", *again, *over_others]
+    of_best = ["the best other side", "`AccelPlugin()` over it", "least to most", "asked"]
+    return ["", *of_best, *again, *over_others, "the best once settled", "settled, over it"]
 
 
 def verdicts(measured: Measured) -> list[list[str]]:
@@ -104,7 +121,9 @@ def verdicts(measured: Measured) -> list[list[str]]:
         again = [over(measured, name, AGAIN, best)[0]] if _is_measured(measured, AGAIN) else []
         others = again + [over(measured, name, OURS, side)[0] for side in _also_beside(measured)]
         kept = f"{LEAST}x: {'yes' if value >= LEAST else 'no'}"
-        found.append([CASES[name].title, SIDES[best].title, *over(measured, name, OURS, best), kept, *others])
+        then = best_settled(measured, name)
+        beside = [SIDES[best].title, *over(measured, name, OURS, best), kept, *others, SIDES[then].title]
+        found.append([CASES[name].title, *beside, settled(measured, name, OURS, then)])
     return found
 
 

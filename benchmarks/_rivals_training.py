@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _rivals_turns import await_turn
+from _held_clocks import standing
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,13 +28,14 @@ class Clock:
         device: ``"cpu"`` or ``"cuda"``, which is waited for at ``marks``.
         marks: Numbers of steps.
         limit_s: After so many seconds a step raises :class:`OverTimeError`.
+        turn: After every so many steps the process hands its turn over, and waits. If 0, it never does.
     """
 
-    def __init__(self, device: str, marks: list[int], limit_s: float) -> None:
+    def __init__(self, device: str, marks: list[int], limit_s: float, turn: int) -> None:
         self.at_s: list[float] = []
         self._losses: list[Tensor] = []
         self._waits = set(marks) if device == "cuda" else set()
-        self._limit_s = limit_s
+        self._limit_s, self._turn = limit_s, turn
 
     def start(self) -> None:
         self._began = time.perf_counter()
@@ -47,6 +48,10 @@ class Clock:
         self.at_s.append(time.perf_counter() - self._began)
         if self.is_over:
             raise OverTimeError
+        if self._turn and len(self.at_s) % self._turn == 0:
+            with standing():
+                print("\nturn", flush=True)
+                sys.stdin.readline()
 
     @property
     def is_over(self) -> bool:
@@ -54,27 +59,6 @@ class Clock:
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
-
-
-class TurnsClock(Clock):
-    """Has the process await its turn after so many steps, and then again after every few.
-
-    Args:
-        after: Steps before the first turn.
-        length: Steps of a turn. It tells the seconds of all but the first ones, which fill the processor's caches.
-    """
-
-    _FILLING = 3
-
-    def __init__(self, device: str, limit_s: float, after: int, length: int) -> None:
-        super().__init__(device, [], limit_s)
-        self._after, self._length = after, length
-
-    def step(self, loss: Tensor) -> None:
-        super().step(loss)
-        if len(self.at_s) >= self._after and (len(self.at_s) - self._after) % self._length == 0:
-            ends = self.at_s[-self._length :][self._FILLING - 1 :]
-            await_turn(*(after - before for before, after in itertools.pairwise(ends)))
 
 
 class Ready(Dataset[Any]):

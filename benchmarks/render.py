@@ -31,7 +31,6 @@ TITLES = {
     "second_run": "A second run of the same training",
     "downstream": "Libraries that are built on Lightning, plain and with `AccelPlugin()`",
     "rivals": "`AccelPlugin()` beside other tools",
-    "rivals_settled": "The same once they have settled, in turns",
     "plugin_overhead": "What standing by costs",
     "deploying": "Models in the forms in which they are served",
     "deploying_int8": "INT8 on a CPU, by all its kernels",
@@ -102,12 +101,10 @@ REMARKS = {
     " fit is the library's own call, with its Trainer and what it prepares. darts tells the Trainer its precision,"
     ' 32-true, and has the plugin by `strategy="accel"`.',
     "rivals": "Asked for: at least 0.97x of the best other side over 1,000 steps, in every model. The sides have the"
-    " same weights, batches and optimizer. Each run is a process of its own that finds nothing in any cache. Setting"
-    " up, compiling and trials are in the times; imports are not. The verdicts, and what each side is:"
+    " same weights, batches and optimizer. Each run is a process of its own that finds nothing in any cache; on a CPU,"
+    " the processes take turns. Setting up, compiling and trials are in the times; imports are not. The verdicts, and"
+    " what each side is:"
     " [beside other tools](../rivals.md).",
-    "rivals_settled": "Every side trains until `AccelPlugin()` has made its trials. Then the processes take turns of 13"
-    " steps, in random order in each round. The clock of each stands still while another has the turn. A turn's time is"
-    " the median of its last ten steps.",
     "plugin_overhead": "Asked for: at most 15 µs a step with everything off and 50 µs with the defaults, which log."
     " Steps are in processor time, calls forward passes of tiny tensors.",
     "deploying": "Asked for: INT8 at batch 1 at least twice as fast as eager float32, in a quarter of the size, for"

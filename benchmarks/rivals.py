@@ -5,10 +5,13 @@
         [--python composer=PATH] [--limit 300] [--json docs/results] [--name rivals]
 
 Every side of a model starts from the same weights and trains the same batches by AdamW, for as many steps, in a process
-of its own that finds nothing in any cache. The sides of a round come in random order. A step's time is taken when it is
-over; the clock starts after imports and before anything else, so that setting up, compiling and trials are paid for.
-*Settled* is the median of the last quarter of the steps. Ratios are medians over rounds, of all steps. Sides that
-compile are in the first round only.
+of its own that finds nothing in any cache. A step's time is taken when it is over; the clock starts after imports and
+before anything else, so that setting up, compiling and trials are paid for. *Settled* is the median of the last quarter
+of the steps. Ratios are medians over rounds. Sides that compile are in the first round only.
+
+On a CPU, the processes of a round take turns of 20 steps, in random order: a shared machine's speed changes from minute
+to minute. All clocks of a process, the plugin's own among them, stand still while another has the turn. There must be
+memory for all sides at once: 10 GB for thirteen.
 
 A tool that is not installed is left out, and said. Composer and Thunder do not go beside this torch: ``--python`` names
 an interpreter of their own, which needs neither Lightning nor this package. What is measured is written after each run,

@@ -197,7 +197,7 @@ def _host_of(declaration: Declaration, value: Any) -> Host | None:
 def make_small_models_do(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has models and runs of the tests' sizes count as large, clocks decide little, and a card be simulated.
 
-    A compiled graph is captured, and runs as it is (test_compilation.py compiles for real). For what is never faster
+    A compiled graph is captured, and runs as it is (test_compiled_blocks.py compiles). For what is never faster
     here (float8, emulated) or not on every machine (layouts, kernels of attention), no clock decides at all: the test
     has to take back that the run is deterministic. Memory that is freed counts as asked for again.
     """

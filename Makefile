@@ -131,7 +131,7 @@ downstream: $(STAMP)  ## Fits of six libraries built on Lightning, plain and wit
 	$(BIN)/python benchmarks/render.py
 
 # Not in $(VENV): the other tools bring packages of their own.
-rivals: $(RIVALS_STAMP)  ## AccelPlugin() beside other tools on six models (makes .venv-rivals: 3 GB; 80 minutes on 2 slow cores)
+rivals: $(RIVALS_STAMP)  ## AccelPlugin() beside other tools on six models (makes .venv-rivals: 3 GB; an hour on 2 slow cores, and 10 GB of memory)
 	$(RIVALS)/bin/python benchmarks/rivals.py --json docs/results
 	$(RIVALS)/bin/python benchmarks/render.py
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,8 +58,9 @@ class Turns:
             self._start(self._asked)
         else:
             assert self._process.stdin is not None
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
+            with suppress(BrokenPipeError):  # it died in another's turn
+                self._process.stdin.write("\n")
+                self._process.stdin.flush()
         return self._answer()
 
     def _start(self, asked: dict[str, Any]) -> None:
@@ -83,21 +85,26 @@ class Turns:
         """Waits until it ends, and returns what it tells; None if it hands its turn over before."""
         assert self._process is not None
         assert self._process.stdout is not None
-        patience_s = self._asked["limit_s"] + PATIENCE_S
-        late = threading.Timer(patience_s, self._kill)
+        patience_s, was_late = self._asked["limit_s"] + PATIENCE_S, threading.Event()
+
+        def end_it() -> None:
+            was_late.set()
+            self._kill()
+
+        late = threading.Timer(patience_s, end_it)
         late.start()
         has_handed_over = any(line == "turn\n" for line in self._process.stdout)  # tools print, too
         late.cancel()
         late.join()
         if has_handed_over:
             return None
-        status = self._process.wait()
+        self._process.wait()
         self._end()
         if self._to.exists():
             told: dict[str, Any] = json.loads(self._to.read_text(encoding="utf-8"))
             return told
         self._printed.seek(0)
-        return {"failed": f"not done after {patience_s:g} s" if status < 0 else reason(self._printed.read())}
+        return {"failed": f"not done after {patience_s:g} s" if was_late.is_set() else reason(self._printed.read())}
 
     def _kill(self) -> None:
         if self._process:

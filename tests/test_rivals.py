@@ -136,10 +136,20 @@ def test_a_program_that_runs_once_more_is_no_rival_and_has_a_column(part: Callab
     assert verdict["once more, over it"] == "1.60x"
 
 
-@pytest.mark.medium
-def test_a_program_that_runs_once_more_finds_what_it_has_left(
-    part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def turns(part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str], Any]:
+    """A side's turns, in whose process a script runs."""
+    module = part("_rivals_turns")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "_rivals_turns.py"))
+
+    def make(side: str, script: str) -> Any:
+        (tmp_path / "_rivals_side.py").write_text(script, encoding="utf-8")
+        return module.Turns(side, {"limit_s": 60.0, "turn": 2})
+
+    return make
+
+
+def test_a_program_that_runs_once_more_finds_what_it_has_left(turns: Callable[[str, str], Any]) -> None:
     script = """
 import json, os, pathlib, sys
 
@@ -148,14 +158,25 @@ found = cache.exists()
 cache.mkdir(exist_ok=True)
 pathlib.Path(sys.argv[2]).write_text(json.dumps({"at_s": [], "found": found}))
 """
-    turns = part("_rivals_turns")
-    (tmp_path / "_rivals_side.py").write_text(script, encoding="utf-8")
-    monkeypatch.setattr(turns, "__file__", str(tmp_path / "_rivals_turns.py"))
     found = {}
     for name in ("accel", "accel-again"):
-        with turns.Turns(name, {"limit_s": 60.0, "turn": 2}) as side:
+        with turns(name, script) as side:
             found[name] = side.turn()["found"]
     assert found == {"accel": False, "accel-again": True}
+
+
+def test_a_side_that_dies_in_the_turn_of_another_is_said(turns: Callable[[str, str], Any]) -> None:
+    script = """
+import os, sys
+
+print("\\nturn", flush=True)
+sys.stderr.write("MemoryError: all of it was taken")
+sys.stderr.flush()
+os._exit(1)
+"""
+    with turns("plain", script) as side:
+        assert side.turn() is None
+        assert side.turn() == {"failed": "MemoryError: all of it was taken"}
 
 
 def test_a_run_that_was_cut_off_is_no_best_and_has_no_ratio(part: Callable[[str], Any]) -> None:

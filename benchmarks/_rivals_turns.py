@@ -59,8 +59,7 @@ class Turns:
         else:
             assert self._process.stdin is not None
             with suppress(BrokenPipeError):  # it died in another's turn
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
+                os.write(self._process.stdin.fileno(), b"\n")  # nothing may stay in a buffer, to fail once more
         return self._answer()
 
     def _start(self, asked: dict[str, Any]) -> None:

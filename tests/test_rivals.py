@@ -176,6 +176,7 @@ os._exit(1)
 """
     with turns("plain", script) as side:
         assert side.turn() is None
+        side._process.wait()
         assert side.turn() == {"failed": "MemoryError: all of it was taken"}
 
 

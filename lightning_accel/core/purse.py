@@ -96,7 +96,9 @@ class Purse:
         return seconds <= self.left_s
 
     def step_took(self, seconds: float) -> None:
-        """Records the time of a plain step."""
+        """Records the time of a plain step; not if no time is left of it without what was paid for in it."""
+        if seconds <= 0:
+            return
         self._plain_s.append(seconds)
         del self._plain_s[:-_LOOKED_AT]
 

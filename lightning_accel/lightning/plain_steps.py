@@ -75,7 +75,7 @@ class PlainSteps:
             took_s -= (now_s if payments.until_s is None else payments.until_s) - payments.since_s
         if self.are_plain:
             if self.count and not step.is_apart:  # the first step fills caches
-                self._purse.step_took(max(0.0, took_s))
+                self._purse.step_took(took_s)
             self.count += step.together or 1
         elif payments is not None and payments.are_charged and self._purse.step_s is not None:
             extra_s = max(0.0, took_s - self._purse.step_s)

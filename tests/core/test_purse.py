@@ -55,6 +55,15 @@ def test_a_step_takes_the_median_of_the_latest() -> None:
     assert purse.step_s == 1.0
 
 
+def test_a_step_of_which_payments_have_left_no_time_tells_nothing() -> None:
+    purse = Purse()
+    purse.step_took(0.0)
+    purse.step_took(-0.5)
+    assert purse.step_s is None
+    purse.step_took(2.0)
+    assert purse.step_s == 2.0
+
+
 def test_what_faster_steps_have_saved_may_be_spent_again() -> None:
     purse = purse_of(100)
     purse.earn(3.0)

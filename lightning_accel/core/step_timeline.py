@@ -118,6 +118,11 @@ class StepTimeline:
         return bool(self._fetches)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the present time counts for a cycle: not after a pause."""
+        return self._began is not None or self.is_open
+
+    @property
     def is_in_step(self) -> bool:
         """Whether the present time counts for a step or its tail, and is not excluded."""
         return len(self._fetches) % 2 == 0 if self._fetches else len(self._tail) % 2 == 1

@@ -32,34 +32,38 @@ class PlainSteps:
         self._timeline.listeners.append(self._took)
         self._payments = _Payments(0.0)
         self._charged_s = 0.0  # extra time of steps that the purse was charged with
-        self._stepped: Any = None  # the time at which an optimizer ended the current step
+        # When an optimizer ended the current step, and what the purse had paid by then.
+        self._stepped: tuple[Any, float | None] = None, None
         self.count = 0  # plain steps so far
         self.are_plain = True  # steps still run as the user wrote them
 
     def batch_comes(self) -> None:
         """Ends the previous step. Time until :meth:`begin` that the purse pays for belongs to no step."""
+        self._payments.until_s = paid_s = self._paid_s()
         if self._timeline.claim(self, Driver.PLAIN_START):
             self._timeline.step_ended()
-        self._payments.until_s = self._paid_s()
-        self._payments = self._timeline.labels[self] = _Payments(self._payments.until_s)
+        self._payments = self._timeline.labels[self] = _Payments(paid_s)
 
     def begin(self, *, are_charged: bool) -> None:
         """Begins a step; ``are_charged`` says whether the purse pays its extra time over a plain step."""
-        self._payments.are_charged, self._stepped = are_charged, None
+        self._payments.are_charged, self._stepped = are_charged, (None, None)
+        if not self._timeline.has_begun:  # after a pause, the time until now belongs to no step anyway
+            self._payments.since_s = self._paid_s()
         if self._timeline.driver is self:
             self._timeline.step_began()
 
     def stepped(self) -> None:
         """Notes the end of an optimizer's step. The time after it may be other code's."""
         if self._timeline.driver is self:
-            self._stepped = self._timeline.clock.mark()
+            self._stepped = self._timeline.clock.mark(), self._paid_s()
 
     def interrupt(self) -> None:
         """Ends the current step, since other work than training follows, whose time is not the step's."""
         if self._timeline.driver is self:
-            self._timeline.step_ended(at=self._stepped)
+            at, self._payments.until_s = self._stepped
+            self._timeline.step_ended(at=at)
         self._timeline.pause()
-        self._stepped = None
+        self._stepped = None, None
 
     def close(self) -> None:
         """Stops listening to the timeline."""

@@ -136,6 +136,30 @@ def test_the_time_of_a_validation_is_not_a_steps() -> None:
     assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
 
 
+def test_what_is_paid_for_after_a_validation_is_not_taken_from_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with begun(2.0) as time:
+
+        def pays(start: plain_start.PlainStart) -> None:
+            with start._purse.paying("setting up"):
+                time.advance(4)
+
+        monkeypatch.setattr(plain_start.PlainStart, "_consider", pays)
+        plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1)
+    assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_nor_what_is_paid_for_between_the_step_and_the_validation() -> None:
+    class Pays(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            plugin: Any = trainer.precision_plugin
+            with plugin.purse.paying("logging"):
+                time.advance(4)
+
+    with begun(2.0) as time:
+        plugin = fit(Beginner(time), 30, val=batches(1), val_check_interval=1, callbacks=[Pays()])
+    assert plugin.purse.step_s == pytest.approx(STEP_S, rel=0.05)
+
+
 def test_nor_is_that_of_one_between_two_steps_of_the_optimizer() -> None:
     with begun(2.0) as time:
         accumulated: dict[str, Any] = {"accumulate_grad_batches": 3, "val_check_interval": 4, "num_sanity_val_steps": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -16,6 +17,7 @@ from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
+from lightning_accel.core.report import AccelError, AccelWarning, one_line
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.met_programs import Program, RunState
@@ -165,15 +167,31 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if self._run is None and not is_by_hand:
             super()._use_lightnings_methods()
 
-    def _retire(self, run: Run) -> None:
-        """Has the rest of the run be the user's own: nothing was faster."""
-        run.close()
-        self._run = None
+    def _retire(self, *, may_go_on: bool = True) -> None:
+        """Has the rest of the run be the user's own."""
+        if self._run is not None:
+            self._run.close()
+            self._run = None
         if self._asked == "auto":
             self.set_precision("32-true")
-        if self._plain_start is not None and not self._plain_start.goes_on():
+        if self._plain_start is not None and not (may_go_on and self._plain_start.goes_on()):
             self._plain_start.close()
             self._use_lightnings_methods()
+
+    def _stop_after(self, error: Exception) -> None:
+        """Has the rest of the run be the user's own, since the work between two steps has raised an error."""
+        run, message = self._run, f"between two steps, this plugin raised {one_line(error)}"
+        # Other ranks would wait for a rank that goes on alone.
+        if isinstance(error, (AccelError, Warning)) or self.plan.strict or (run and run.trainer.world_size > 1):
+            raise error
+        if run is not None:
+            run.engine.revert_all(message)
+        self.give_up(self._reports.running, message)
+        self._retire(may_go_on=False)
+        self._stay_plain(message)
+        message += ". The rest of the run is the user's own"
+        self.note(message)
+        warnings.warn(message, AccelWarning, stacklevel=2)
 
     @override
     def connect(
@@ -187,13 +205,16 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self._plain_start is not None:
-            self._plain_start.batch(data)
-        live = None if self._run is None else self._run.live
-        if live is not None and live.expects_batch:
-            live.batch(data)
-        if self._run is not None and self._run.is_over:
-            self._retire(self._run)
+        try:
+            if self._plain_start is not None:
+                self._plain_start.batch(data)
+            live = None if self._run is None else self._run.live
+            if live is not None and live.expects_batch:
+                live.batch(data)
+            if self._run is not None and self._run.is_over:
+                self._retire()
+        except Exception as error:
+            self._stop_after(error)
         return super().convert_input(data)
 
     @override

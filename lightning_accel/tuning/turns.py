@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_accel.core.clocks import clock_for
+from lightning_accel.core.report import AccelError, one_line
 from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
 from lightning_accel.engine import Engine
 from lightning_accel.tuning.comparison import Choices
@@ -146,8 +147,19 @@ class LoopTuning:
         return None if self._turns.trials is None else self._turns.trials.tuning
 
     def step_begins(self) -> None:
-        """Ends the current turn, and begins the next one."""
+        """Ends the current turn, and begins the next one. After an error, the rest of the loop is the user's own."""
         self._steps_left -= 1
+        try:
+            self._take_turn()
+        except (AccelError, Warning):
+            raise
+        except Exception as error:
+            self.close()
+            message = f"between two steps, this library raised {one_line(error)}"
+            self._engine.revert_all(message)
+            self._engine.degrade(f"{message}. The rest of the loop is the user's own")
+
+    def _take_turn(self) -> None:
         turns = self._turns
         if self._is_closed or (turns.trials is not None and not turns.are_taken):
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class StepOutputs(Layer):
         self._mended: set[str] = set()  # evaluation stages that are searched after every step
         self._looked_at: _Form | None = None  # the form of the current step, if it was searched
         self._leaving: dict[str, str] = {}  # techniques to revert before the next step, with reasons
-        self._draws: LayoutDraws | None = None  # random draws of the current backward pass
+        self._has_drawn = False  # whether the latest backward pass has drawn random numbers, if that was looked at
         self._was_laid_out = False  # whether we laid out any step in channels_last
         self._is_cut = False  # whether the latest search stopped at its limit
         self._own: dict[int, Tensor] | None = None  # the user's tensors in such a form; kept, so that no id is reused
@@ -119,19 +119,17 @@ class StepOutputs(Layer):
         if self._looked_at is None and self._memory_format is None:
             call(*args, **kwargs)
             return
-        self._draws = LayoutDraws(self._module.device) if self._engine.has("memory_format") else None
+        draws = LayoutDraws(self._module.device) if self._engine.has("memory_format") else None
         call(*args, **kwargs)
-        if self._engine.has("memory_format") and self.has_drawn():
+        self._has_drawn = draws is not None and draws.have_moved()
+        if self._has_drawn and self._engine.has("memory_format"):
             self._leaving["memory_format"] = DRAWS_GOING_BACKWARD
         if self._looked_at is not None:
             self._leaving |= self._brought_to_plain(self._looked_at)
 
-    def has_drawn(self, *, laid_out: bool = False) -> bool:
-        """Returns whether the current backward pass has drawn random numbers while a layout may be on."""
-        if self._draws is None or (laid_out and not (self._memory_format and self._memory_format.acts())):
-            return False
-        self._draws.has_drawn |= self._draws.have_moved()
-        return self._draws.has_drawn
+    def has_drawn_laid_out(self) -> bool:
+        """Returns whether the latest backward pass has drawn random numbers while a layout may be on."""
+        return self._has_drawn and self._memory_format is not None and self._memory_format.acts()
 
     def mend(self) -> list[str]:
         """Converts what earlier steps left to the plain form, before a step that may fail with another form.
@@ -227,6 +225,9 @@ class _HooksLayer(Layer):
         callbacks = callbacks_of(trainer)
         self._hooks = {f"[Callback]{one.state_key}.{hook}" for one in callbacks for hook in _hooks_of(one, Callback)}
         profiler = [(trainer.profiler, ("profile",))] if self._hooks else []
+        kind, is_patched = type(trainer.profiler), "profile" in vars(trainer.profiler)
+        does_nothing = is_lightnings(kind) and kind.__name__ == "PassThroughProfiler" and not is_patched
+        self._nothing = nullcontext() if does_nothing else None  # in place of calls, of which a step has over twenty
         super().__init__([(module, _hooks_of(module, LightningModule)), *profiler])
 
     @override
@@ -235,7 +236,7 @@ class _HooksLayer(Layer):
             return call(*args, **kwargs)
 
     def around_profile(self, call: Call, action_name: str) -> AbstractContextManager[Any]:
-        action = call(action_name)
+        action = self._nothing or call(action_name)
         return nested(action, self._memory_format.shown()) if action_name in self._hooks else action
 
 

@@ -108,7 +108,7 @@ class StepRetry(Layer):
         try:
             call(loss, *args, **kwargs)
             is_first = begins_gradients(trainer) and not self._is_one_of_several
-            if is_first and self._outputs.has_drawn(laid_out=True) and attempt.can_be_repeated():
+            if is_first and self._outputs.has_drawn_laid_out() and attempt.can_be_repeated():
                 raise EditError("memory_format", DRAWS_GOING_BACKWARD)
             self._gone_backward = attempt if self._is_stepping else None
             return

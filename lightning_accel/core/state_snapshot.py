@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_accel.core import kept_state
 from lightning_accel.core.kept_state import TORCHS_OWN, Names, Restore, can_be_restored, joined
-from lightning_accel.core.random_streams import random_streams, same_state, stream_of
+from lightning_accel.core.random_streams import TORCHS, random_streams, same_state, stream_of
 from lightning_accel.core.torch_private.modules import buffer_slots
 
 Named = list[tuple[str, Any]]
@@ -47,7 +47,8 @@ class StatePlaces:
     """The places where a module holds its state, found once for the snapshots of all steps.
 
     A place is (path, dict, name in the dict). :attr:`Level.SMALL` copies the values at ``small``, but not those of the
-    other tensors, at ``large``. Metrics also empty their ``metric_lists``. To the other ``lists`` a step only appends.
+    other tensors, at ``large``. The ``copies`` hold the values for the latest snapshot only. Metrics also empty their
+    ``metric_lists``. To the other ``lists`` a step only appends.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,6 +67,7 @@ class StatePlaces:
         self.all = buffers + attributes
         kept = [(place, _value(place)) for place in buffers + states]
         self.small = [place for place, value in kept if can_be_restored(value) and value.nbytes <= _SMALL_BYTES]
+        self.copies = kept_state.RepeatedCopies()
         small = {(id(names), name) for _, names, name in self.small}
         large = buffers + states + [place for place in attributes if isinstance(_value(place), Tensor)]
         self.large = [place for place in large if (id(place[1]), place[2]) not in small]
@@ -88,6 +90,7 @@ class StateSnapshot:
             tensors.
         optimizers: The optimizers of the module, for :attr:`Level.TRAINING`.
         copies_on: The device that stores copies, from :attr:`Level.FULL` on. None for the device of each tensor.
+        without_others: Whether to keep, of the process's random streams, torch's only.
 
     Attributes:
         random_states: The state of each random stream, by the stream's name.
@@ -103,8 +106,11 @@ class StateSnapshot:
         also: Iterable[Tensor | Names] = (),
         optimizers: Sequence[Optimizer] = (),
         copies_on: torch.device | None = None,
+        without_others: bool = False,
     ) -> None:
         self._streams = random_streams(device)
+        if without_others:
+            self._streams = {name: stream for name, stream in self._streams.items() if name in TORCHS}
         self._restores: list[Restore] = []
         if module is not None:
             places = places or StatePlaces(module)
@@ -123,8 +129,7 @@ class StateSnapshot:
                 containers = [(path, value) for path, value in held if isinstance(value, list | dict | set)]
                 self._restores += [kept_state.keep_values(tensors, copies_on), kept_state.keep_items(containers)]
             elif level == Level.SMALL:
-                small = [(path, names[name]) for path, names, name in places.small]
-                self._restores.append(kept_state.keep_values(small, packed=True))
+                self._restores.append(places.copies.keep(places.small))
                 if places.metric_lists or places.lists:  # saves time, since it runs at every step
                     states = [(p, x) for p, names, n in places.metric_lists if isinstance(x := names.get(n), list)]
                     lists = [(p, x) for p, names, n in places.lists if type(x := names.get(n)) is list]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.kept_state import Names, can_be_restored
+from lightning_accel.core.random_streams import TORCHS
 from lightning_accel.core.state_snapshot import Level, StatePlaces, StateSnapshot
 from lightning_accel.core.torch_private.tensors import version_of, versions_of
 from lightning_accel.core.tree import leaves, tensors_in
@@ -18,6 +19,7 @@ from lightning_accel.lightning.private import logged_results
 
 Step = Callable[..., Any]
 
+_LOOKS, _LOOKS_AGAIN = 8, 64  # steps at first, and between two pairs of later ones, with Python's and NumPy's streams
 _MOST_BYTES = 1 << 28  # of parameters: a trial's step copies up to three times as much and must not exhaust the memory
 
 
@@ -120,10 +122,24 @@ class SmallState:
         self._module, self._places = module, StatePlaces(module)
         self._sums: list[tuple[Tensor, int, int]] = []
         self._looks_left = 2 if self._places.large else 0
+        self._taken = 0  # snapshots
+        self._last: StateSnapshot | None = None  # of the step before, with the streams of Python and NumPy
+        self._draws_elsewhere = False  # whether anything was drawn from these streams
 
     def snapshot(self, also: Iterable[Names] = (), device: torch.device | None = None) -> StateSnapshot:
-        """Takes a snapshot of the module's state, of the names in ``also``, and of a device's random streams."""
-        return StateSnapshot(self._module, Level.SMALL, device, places=self._places, also=also)
+        """Takes a snapshot of the module's state, of the names in ``also``, and of a device's random streams.
+
+        The streams of Python and NumPy are left out of most steps unless a step, or its fetch, has drawn from them:
+        reading these takes 0.1 ms.
+        """
+        is_look = self._draws_elsewhere or self._taken < _LOOKS or self._taken % _LOOKS_AGAIN < 2
+        self._taken += 1
+        options: dict[str, Any] = {"places": self._places, "also": also, "without_others": not is_look}
+        taken = StateSnapshot(self._module, Level.SMALL, device, **options)
+        if is_look and self._last is not None:
+            self._draws_elsewhere |= not TORCHS.issuperset(self._last.drawn())
+        self._last = taken if is_look and not self._draws_elsewhere else None
+        return taken
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """Returns the large tensors (a codebook, a queue), each with its number of writes."""

@@ -11,10 +11,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin, Plan, accelerate
-from lightning_accel.core.report import AccelError, AccelWarning
+from lightning_accel.core.report import AccelWarning
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.tuning.trials import LiveTrials
-from support.live_runs import OTHERS_OFF, batches, fit
+from support.live_runs import OTHERS_OFF, fit
 from support.plugin.beginners import Beginner, begun
 
 pytestmark = [pytest.mark.purse, pytest.mark.usefixtures("new_to_this_process")]

@@ -123,6 +123,41 @@ def test_a_repeated_step_draws_the_same_from_the_modules_own_generators(
     assert repeated.drawn == plain.drawn
 
 
+class DrawsFromTheProcess(RaisesEdited):
+    """Draws from the streams that all code of the process shares, from a step on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.drawn = first, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        drawn = [float(torch.rand(()))]
+        if self.trainer.global_step >= self.first:
+            drawn += [random.random(), float(numpy.random.standard_normal())]
+        self.drawn = self.drawn + drawn
+        return super().training_step(batch, 5 * (self.trainer.global_step == 90))
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_a_late_step_draws_the_same_from_the_streams_of_the_process(
+    make_trainer: Callable[..., Trainer], first: int
+) -> None:
+    drawn = []
+    for plugins in ([], [AccelPlugin(report=False, trust="checked")]):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        model = DrawsFromTheProcess(first)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccelWarning)
+            make_trainer(max_epochs=12, plugins=plugins).fit(
+                model, DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4)
+            )
+        drawn.append(model.drawn)
+    assert any("ran when it was repeated" in note for note in plugins[0].report.notes)
+    assert drawn[0] == drawn[1]
+
+
 LARGE = 3 << 18  # of float32: more than is copied at every step
 
 

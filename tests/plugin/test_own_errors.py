@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin, Plan, accelerate
+from lightning_accel.assembly import AcceleratedModel
 from lightning_accel.core.report import AccelWarning
 from lightning_accel.lightning.plain_start import PlainStart
 from lightning_accel.tuning.trials import LiveTrials
@@ -81,13 +82,17 @@ def test_a_plain_loop_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LiveTrials, "begin", failing_at(3, LiveTrials.begin))
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def train(handle: AcceleratedModel) -> None:
+        for _ in range(20):
+            with handle.step():
+                loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+
     with begun(2.0):
         handle = accelerate(model, Plan().replace(**OTHERS_OFF), steps=STEPS)
         with pytest.warns(AccelWarning, match="The rest of the loop is the user's own"):
-            for _ in range(20):
-                with handle.step():
-                    loss = model(torch.ones(4, 8)).square().mean()
-                loss.backward()
-                optimizer.step()
+            train(handle)
         assert not handle.engine.has_edits
         handle.undo()

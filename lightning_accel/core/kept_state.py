@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -19,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_accel.core.patch import is_edit
-from lightning_accel.core.torch_private.tensors import copy_all
 from lightning_accel.core.tree import map_leaves
 
 Names = dict[str, Any]
@@ -69,54 +67,34 @@ def keep_names(places: Sequence[tuple[str, Names]]) -> Restore:
     return restore
 
 
-def keep_values(tensors: Iterable[tuple[str, Tensor]], copies_on: torch.device | None = None) -> Restore:
+def keep_values(
+    tensors: Iterable[tuple[str, Tensor]], copies_on: torch.device | None = None, *, packed: bool = False
+) -> Restore:
     """Keeps and compares the values of tensors: batch norm kernels write statistics without a new version number.
 
-    Copies are stored on ``copies_on``.
+    Copies are stored on ``copies_on``. If ``packed``, one kernel copies all tensors of a dtype: every step does this
+    with the statistics of all norm layers.
     """
-    return functools.partial(_restored, [(path, tensor, _copied(tensor, copies_on)) for path, tensor in tensors])
+    kinds: defaultdict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
+    for path, tensor in tensors:
+        kinds[(type(tensor), tensor.dtype, tensor.device) if packed else len(kinds)].append((path, tensor))
+    with torch.no_grad():
+        copies = [
+            torch.cat([one if one.dim() == 1 else one.reshape(-1) for _, one in alike])
+            if packed
+            else _copied(alike[0][1], copies_on)
+            for alike in kinds.values()
+        ]
 
+    def restore() -> Iterator[str]:
+        for alike, copied in zip(kinds.values(), copies, strict=True):
+            values = torch.split(copied, [tensor.numel() for _, tensor in alike]) if packed else [copied]
+            for (path, tensor), value in zip(alike, values, strict=True):
+                if not _same_values(tensor, value := value.view_as(tensor).to(tensor.device)):
+                    tensor.copy_(value)
+                    yield path
 
-class RepeatedCopies:
-    """Keeps the values of the same few tensors at every step, in the same memory: only the latest can be restored.
-
-    One kernel copies all tensors of a dtype, for example the statistics of all norm layers.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[str, Tensor, Tensor]] = []
-        self._tensors: list[Tensor] = []
-        self._shapes: list[torch.Size] = []
-        self._alike: list[tuple[list[Tensor], list[Tensor]]] = []
-
-    def keep(self, places: Sequence[tuple[str, Names, str]]) -> Restore:
-        """Keeps the values of the tensors at these places: (path, dict, name in the dict)."""
-        tensors = [names[name] for _, names, name in places]
-        shapes = [tensor.shape for tensor in tensors]
-        if shapes != self._shapes or not all(map(operator.is_, tensors, self._tensors)):
-            self._tensors, self._shapes = tensors, shapes
-            self._prepare([path for path, *_ in places])
-        with torch.no_grad():
-            for copies, tensors in self._alike:
-                copy_all(copies, tensors)
-        return functools.partial(_restored, self._kept)
-
-    @torch.inference_mode(False)
-    def _prepare(self, paths: list[str]) -> None:
-        self._kept = [(path, one, torch.empty_like(one)) for path, one in zip(paths, self._tensors, strict=True)]
-        kinds: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for _, tensor, copied in self._kept:
-            copies, tensors = kinds[type(tensor), tensor.dtype, tensor.device]
-            copies.append(copied)
-            tensors.append(tensor)
-        self._alike = [*kinds.values()]
-
-
-def _restored(kept: Iterable[tuple[str, Tensor, Tensor]]) -> Iterator[str]:
-    for path, tensor, value in kept:
-        if not _same_values(tensor, value := value.to(tensor.device)):
-            tensor.copy_(value)
-            yield path
+    return restore
 
 
 def keep_items(containers: Iterable[tuple[str, Any]], appended: Iterable[tuple[str, Any]] = ()) -> Restore:

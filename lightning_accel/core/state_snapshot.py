@@ -47,8 +47,7 @@ class StatePlaces:
     """The places where a module holds its state, found once for the snapshots of all steps.
 
     A place is (path, dict, name in the dict). :attr:`Level.SMALL` copies the values at ``small``, but not those of the
-    other tensors, at ``large``. The ``copies`` hold the values for the latest snapshot only. Metrics also empty their
-    ``metric_lists``. To the other ``lists`` a step only appends.
+    other tensors, at ``large``. Metrics also empty their ``metric_lists``. To the other ``lists`` a step only appends.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,7 +66,6 @@ class StatePlaces:
         self.all = buffers + attributes
         kept = [(place, _value(place)) for place in buffers + states]
         self.small = [place for place, value in kept if can_be_restored(value) and value.nbytes <= _SMALL_BYTES]
-        self.copies = kept_state.RepeatedCopies()
         small = {(id(names), name) for _, names, name in self.small}
         large = buffers + states + [place for place in attributes if isinstance(_value(place), Tensor)]
         self.large = [place for place in large if (id(place[1]), place[2]) not in small]
@@ -129,7 +127,8 @@ class StateSnapshot:
                 containers = [(path, value) for path, value in held if isinstance(value, list | dict | set)]
                 self._restores += [kept_state.keep_values(tensors, copies_on), kept_state.keep_items(containers)]
             elif level == Level.SMALL:
-                self._restores.append(places.copies.keep(places.small))
+                small = [(path, names[name]) for path, names, name in places.small]
+                self._restores.append(kept_state.keep_values(small, packed=True))
                 if places.metric_lists or places.lists:  # saves time, since it runs at every step
                     states = [(p, x) for p, names, n in places.metric_lists if isinstance(x := names.get(n), list)]
                     lists = [(p, x) for p, names, n in places.lists if type(x := names.get(n)) is list]

@@ -36,14 +36,6 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def copy_all(copies: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies tensors of one dtype and device: ``_foreach_copy_``, since torch 2.1, which is one kernel on a GPU.
-
-    There is no public name. Without it the AttributeError reaches the caller, whose step then runs once.
-    """
-    torch._foreach_copy_(copies, tensors)
-
-
 def set_version(tensor: Tensor, version: int) -> None:
     """Sets the counter of :func:`version_of`: ``_unsafe_set_version_counter``, a tuple of tensors since torch 2.6.
 

@@ -78,13 +78,12 @@ def keep_values(
     kinds: defaultdict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
     for path, tensor in tensors:
         kinds[(type(tensor), tensor.dtype, tensor.device) if packed else len(kinds)].append((path, tensor))
-    with torch.no_grad():
-        copies = [
-            torch.cat([one if one.dim() == 1 else one.reshape(-1) for _, one in alike])
-            if packed
-            else _copied(alike[0][1], copies_on)
-            for alike in kinds.values()
-        ]
+    copies = [
+        torch.cat([one if one.dim() == 1 else one.reshape(-1) for _, one in alike]).detach()
+        if packed
+        else _copied(alike[0][1], copies_on)
+        for alike in kinds.values()
+    ]
 
     def restore() -> Iterator[str]:
         for alike, copied in zip(kinds.values(), copies, strict=True):

@@ -13,6 +13,9 @@ from types import FrameType
 
 import torch
 
+from lightning_accel.core.checks import SettingError
+from lightning_accel.core.report import AccelError
+
 _PLACES = [
     *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")),
     *(Path(torch.__file__).parents[1], Path(__file__).parents[1]),
@@ -49,6 +52,14 @@ def is_event(error: BaseException) -> bool:
     if not {*map(_code_of, handlers)}.isdisjoint(codes):
         return True
     return isinstance(error, OSError) and bool(codes) and is_users(codes[-1].co_filename)
+
+
+def is_for_the_user(error: BaseException) -> bool:
+    """Returns whether an error that came out of this library has to reach the user.
+
+    It says what the user can do, is a warning that the user has made an error, or tells of an event.
+    """
+    return isinstance(error, (SettingError, AccelError, Warning)) or is_event(error)
 
 
 def _code_of(function: Callable[..., object]) -> object:

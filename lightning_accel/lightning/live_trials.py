@@ -15,15 +15,17 @@ from lightning_accel.callbacks.speed_memory import SpeedMemoryLogger
 from lightning_accel.core.heap import release_free_memory
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.ranks import gather, rank_zero_info
+from lightning_accel.core.report import one_line
 from lightning_accel.experiment.store import DamagedError, Key
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.trainer_turns import TrainerTurns
-from lightning_accel.techniques.arms import OFF, Arm
+from lightning_accel.techniques.arms import Arm
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
 from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.turns import set_choices
 from lightning_accel.tuning.verdict_cache import TUNINGS, Known, run_key
 
 _LOOKS_AGAIN = 16  # batches between two checks of the remaining length of a run that is too short
@@ -62,7 +64,7 @@ class LiveTuning(TrainerTurns):
     @property
     def has_ended(self) -> bool:
         """Whether the rest of the run is plain, since no option was faster or there are no options."""
-        return self._is_nothing if self.trials is None else self.trials.is_over
+        return self.have_failed or (self._is_nothing if self.trials is None else self.trials.is_over)
 
     @property
     def tuning(self) -> Tuning | None:
@@ -71,8 +73,20 @@ class LiveTuning(TrainerTurns):
 
     @property
     def settled(self) -> Tuning | None:
-        """Returns the trials' results once they are settled; None before."""
-        return self.tuning if self.tuning is not None and self.tuning.is_settled else None
+        """Returns the trials' results once they are settled; None before, and after an error has ended them."""
+        tuning = None if self.have_failed else self.tuning
+        return tuning if tuning is not None and tuning.is_settled else None
+
+    @override
+    def batch(self, batch: Any) -> None:
+        if not self.have_failed:
+            with self.ended_by_errors(self._engine):
+                super().batch(batch)
+
+    @override
+    def next_turn(self) -> None:
+        with self.ended_by_errors(self._engine):
+            super().next_turn()
 
     @override
     def lose(self, name: str) -> None:
@@ -149,10 +163,13 @@ class LiveTuning(TrainerTurns):
             return
         if torch.are_deterministic_algorithms_enabled():  # an edit applied from the first step on changes rounding
             return
-        self._program = self._engine.program.key_with(batch)
         known = None
-        if trainer.is_global_zero and self._program is not None:
-            known = verdict_cache.recall(self._program)
+        try:
+            self._program = self._engine.program.key_with(batch)
+            if trainer.is_global_zero and self._program is not None:
+                known = verdict_cache.recall(self._program)
+        except Exception as error:  # of a batch of another library's, or of the file
+            self._engine.report.note(f"no earlier verdicts could be looked up: {one_line(error)}")
         known = trainer.strategy.broadcast(known)
         if known is not None:
             self.recall(known)
@@ -224,13 +241,3 @@ class LiveTuning(TrainerTurns):
                 TUNINGS.put(self._key, tuning.to_dict())
             except OSError as error:
                 self._engine.report.note(f"what was settled could not be remembered: {error}")
-
-
-def set_choices(
-    engine: RunEngine, arms: Sequence[Arm], choices: Choices, pauses: Callable[[str], bool] = lambda name: False
-) -> None:
-    """Applies settled choices in a run without live trials, such as an evaluation."""
-    for arm in arms:
-        arm.choose(choices.get(arm.name, OFF))
-    engine.disable((arm.name for arm in arms if arm.name not in choices), pauses=pauses)
-    engine.report.settled({arm.name for arm in arms} - choices.keys())

@@ -17,7 +17,8 @@ from lightning_accel.core.clocks import seconds
 from lightning_accel.core.host import Host
 from lightning_accel.core.purse import Purse
 from lightning_accel.core.ranks import check_devices
-from lightning_accel.core.report import AccelError, AccelWarning, one_line
+from lightning_accel.core.report import AccelWarning, one_line
+from lightning_accel.core.user_frames import is_for_the_user
 from lightning_accel.lightning.added_logger import AddedLogger
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.met_programs import Program, RunState
@@ -167,27 +168,28 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
         if self._run is None and not is_by_hand:
             super()._use_lightnings_methods()
 
-    def _retire(self, *, may_go_on: bool = True) -> None:
-        """Has the rest of the run be the user's own."""
-        if self._run is not None:
+    def _retire(self, *, for_good: bool = False) -> None:
+        """Has the rest of the run be the user's own: nothing was faster, or our own work has failed."""
+        if self._run is not None and self._run.is_started:
             self._run.close()
             self._run = None
         if self._asked == "auto":
             self.set_precision("32-true")
-        if self._plain_start is not None and not (may_go_on and self._plain_start.goes_on()):
+        if self._plain_start is not None and (for_good or not self._plain_start.goes_on()):
             self._plain_start.close()
             self._use_lightnings_methods()
 
     def _stop_after(self, error: Exception) -> None:
-        """Has the rest of the run be the user's own, since the work between two steps has raised an error."""
-        run, message = self._run, f"between two steps, this plugin raised {one_line(error)}"
-        # Other ranks would wait for a rank that goes on alone.
-        if isinstance(error, (AccelError, Warning)) or self.plan.strict or (run and run.trainer.world_size > 1):
+        """Has the rest of the run be the user's own, since the plain start has raised an error of ours."""
+        run = self._run
+        saves_memory = self._kept.put_on or (run is not None and run.memory.put_on)  # and cannot do without
+        if is_for_the_user(error) or saves_memory:
             raise error
+        message = f"between two steps, this plugin raised {one_line(error)}"
         if run is not None:
-            run.engine.revert_all(message)
+            run.mend()
         self.give_up(self._reports.running, message)
-        self._retire(may_go_on=False)
+        self._retire(for_good=True)
         self._stay_plain(message)
         message += ". The rest of the run is the user's own"
         self.note(message)
@@ -205,16 +207,16 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        try:
-            if self._plain_start is not None:
+        if self._plain_start is not None:
+            try:
                 self._plain_start.batch(data)
-            live = None if self._run is None else self._run.live
-            if live is not None and live.expects_batch:
-                live.batch(data)
-            if self._run is not None and self._run.is_over:
-                self._retire()
-        except Exception as error:
-            self._stop_after(error)
+            except Exception as error:
+                self._stop_after(error)
+        live = None if self._run is None else self._run.live
+        if live is not None and live.expects_batch:
+            live.batch(data)
+        if self._run is not None and self._run.is_over:
+            self._retire(for_good=live is not None and live.have_failed)
         return super().convert_input(data)
 
     @override

@@ -12,7 +12,7 @@ from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.purse import Purse
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.batch_transfer import BatchLayer, BatchTransfer, LoaderLayer
-from lightning_accel.lightning.live_trials import LiveTuning, set_choices
+from lightning_accel.lightning.live_trials import LiveTuning
 from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.oom_recovery import OomRecovery
 from lightning_accel.lightning.run_engine import RunEngine
@@ -23,6 +23,7 @@ from lightning_accel.step.layers import Layer, StepPipeline
 from lightning_accel.technique_run import Decisions
 from lightning_accel.techniques.base import Technique
 from lightning_accel.techniques.mixed_precision import Autocast
+from lightning_accel.tuning.turns import set_choices
 
 _LOOK = 0.01  # the largest share of a turn for the inspection before each switch
 
@@ -139,9 +140,9 @@ class Run:
 
     def _switched(self, is_plain: bool) -> None:
         """Prepares, between two steps, for a next step that runs differently from the last one."""
-        if self._outputs is not None and self._may_look():
+        if self._may_look():
             began = seconds()
-            self._outputs.mend()
+            self.mend()
             self._look_s = seconds() - began
             if self._purse is not None:
                 self._purse.pay("looking for what outlives a step", self._look_s)
@@ -149,6 +150,11 @@ class Run:
             return
         with self._purse.paying("switching"):
             self.pipeline.enable(not is_plain)
+
+    def mend(self) -> None:
+        """Gives what earlier steps have left the form that a plain step expects."""
+        if self._outputs is not None:
+            self._outputs.mend()
 
     def _may_look(self) -> bool:
         """Returns whether to search for tensors of earlier steps before a switch: more rarely if steps are short."""

@@ -37,7 +37,6 @@ class TrainerTurns(Turns, ABC):
         self.expects_batch = self._was_skipped = False
         self._trainer = trainer
         self._steps = 0  # optimizer steps when the current turn began
-        self._error: Exception | None = None  # raised when a turn began
 
     @abstractmethod
     def _make_trials(self, batch: Any) -> LiveTrials | None:
@@ -49,9 +48,7 @@ class TrainerTurns(Turns, ABC):
         yield _StepEnds(self._trainer, self)
 
     def batch(self, batch: Any) -> None:
-        """Handles a batch before the step that trains on it. Raises an error that has come out of a fetch before."""
-        if self._error is not None:
-            raise self._error
+        """Handles a batch before the step that trains on it."""
         self.expects_batch = False
         trainer = self._trainer
         if self.are_taken:
@@ -95,10 +92,7 @@ class TrainerTurns(Turns, ABC):
             self._turn.untimed -= 1
         if self._trainer.global_step != self._steps:
             self._steps = self._trainer.global_step
-            try:
-                self.next_turn()
-            except Exception as error:  # the next batch raises it, where the plugin can end its work
-                self._error = error
+            self.next_turn()
 
     def _fetch_ends(self) -> None:
         self.expects_batch = self.trials is None or self.are_taken

@@ -141,6 +141,17 @@ class LiveTrials(Questions):
         self.tuning.is_settled, self._in_force = True, {}
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
 
+    def end(self, revert: Callable[[str], object]) -> None:
+        """Ends the trials after an error of ours, with all arms off. ``revert`` gets those that stay on."""
+        for name, arm in self._arms.items():
+            try:
+                arm.choose(OFF)
+            except Exception:
+                revert(name)
+        self._put({})
+        self.give_up()
+        self.is_over = True
+
     def _is_all_decided(self) -> bool:
         # All ranks find this out at the same turn, one at which they exchange times.
         has_heard = self._gather is None or (self._begun % _GATHERED_EVERY == 0 and not self._has_given_up)

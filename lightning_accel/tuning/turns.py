@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from lightning_accel.core.clocks import clock_for
-from lightning_accel.core.report import AccelError, one_line
+from lightning_accel.core.ranks import has_ranks
+from lightning_accel.core.report import one_line
 from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
+from lightning_accel.core.user_frames import is_for_the_user
 from lightning_accel.engine import Engine
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trials import LiveTrials
 from lightning_accel.tuning.tuning_result import Tuning
@@ -45,10 +50,15 @@ class Turns:
     * A Trainer's turn is the batches whose gradients are accumulated; its time is scaled as if every turn had as many
     elements as the first. A plain loop's turn is one step, and its batches are assumed to be equally large.
     * In a Trainer with a single rank, a turn that does not count is repeated. Several ranks may disagree on this.
+
+    Attributes:
+        trials: The trials; None before :meth:`start`.
+        have_failed: Whether an error of this library's own has ended the trials.
     """
 
     def __init__(self, timeline: StepTimeline) -> None:
-        self.trials: LiveTrials | None = None  # None before `start`
+        self.trials: LiveTrials | None = None
+        self.have_failed = False
         self._timeline = timeline
         self._repeats = 0
         self._turn = _Turn()
@@ -74,6 +84,25 @@ class Turns:
     def are_taken(self) -> bool:
         """Whether there are trials that are not over."""
         return self.trials is not None and not self.trials.is_over
+
+    @contextmanager
+    def ended_by_errors(self, engine: Engine) -> Iterator[None]:
+        """Ends the trials, with all arms off, after an error of this library's own. The training goes on."""
+        try:
+            yield
+        except Exception as error:
+            if is_for_the_user(error) or has_ranks():  # other ranks would wait for this one
+                raise
+            self.have_failed = True
+            self.stop()
+            reason = f"between two steps, this library raised {one_line(error)}"
+            if self.trials is None:
+                set_choices(engine, engine.arms(), {})
+            else:
+                self.trials.end(lambda name: engine.revert_all(reason, name))
+            record = engine.report.of("tuning")
+            record.is_on, record.status = False, reason
+            engine.degrade(f"{reason}: it tries nothing more")
 
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
         """Begins a step, with a batch of this many elements, perhaps the last one of an epoch."""
@@ -132,6 +161,16 @@ class Turns:
         trials.took(turn.seconds * (self._typical_elements / turn.elements if turn.elements else 1.0))
 
 
+def set_choices(
+    engine: Engine, arms: Sequence[Arm], choices: Choices, pauses: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Applies settled choices in a run without live trials, such as an evaluation."""
+    for arm in arms:
+        arm.choose(choices.get(arm.name, OFF))
+    engine.disable((arm.name for arm in arms if arm.name not in choices), pauses=pauses)
+    engine.report.settled({arm.name for arm in arms} - choices.keys())
+
+
 class LoopTuning:
     """Runs live trials of an engine's arms in a loop of about ``steps`` steps."""
 
@@ -147,30 +186,20 @@ class LoopTuning:
         return None if self._turns.trials is None else self._turns.trials.tuning
 
     def step_begins(self) -> None:
-        """Ends the current turn, and begins the next one. After an error, the rest of the loop is the user's own."""
+        """Ends the current turn, and begins the next one."""
         self._steps_left -= 1
-        try:
-            self._take_turn()
-        except (AccelError, Warning):
-            raise
-        except Exception as error:
-            self.close()
-            message = f"between two steps, this library raised {one_line(error)}"
-            self._engine.revert_all(message)
-            self._engine.degrade(f"{message}. The rest of the loop is the user's own")
-
-    def _take_turn(self) -> None:
         turns = self._turns
-        if self._is_closed or (turns.trials is not None and not turns.are_taken):
+        if self._is_closed or turns.have_failed or (turns.trials is not None and not turns.are_taken):
             return
         if self._engine.is_trying or self._quiet_steps < _QUIET_STEPS:
             self._quiet_steps += not self._engine.is_trying
             return
-        if turns.trials is None:
-            turns.start(self._trials())
-        turns.step_ends()
-        turns.next_turn()
-        turns.step_begins()
+        with turns.ended_by_errors(self._engine):
+            if turns.trials is None:
+                turns.start(self._trials())
+            turns.step_ends()
+            turns.next_turn()
+            turns.step_begins()
 
     def interrupt(self) -> None:
         """Excludes the current turn, since other work than training follows."""

@@ -39,7 +39,9 @@ class PlainSteps:
 
     def batch_comes(self) -> None:
         """Ends the previous step. Time until :meth:`begin` that the purse pays for belongs to no step."""
-        self._payments.until_s = paid_s = self._paid_s()
+        paid_s = self._paid_s()
+        if self._payments.until_s is None:
+            self._payments.until_s = paid_s
         if self._timeline.claim(self, Driver.PLAIN_START):
             self._timeline.step_ended()
         self._payments = self._timeline.labels[self] = _Payments(paid_s)
@@ -59,8 +61,9 @@ class PlainSteps:
 
     def interrupt(self) -> None:
         """Ends the current step, since other work than training follows, whose time is not the step's."""
-        if self._timeline.driver is self:
-            at, self._payments.until_s = self._stepped
+        if self._timeline.driver is self and self._timeline.is_open:
+            at, until_s = self._stepped
+            self._payments.until_s = self._paid_s() if until_s is None else until_s
             self._timeline.step_ended(at=at)
         self._timeline.pause()
         self._stepped = None, None

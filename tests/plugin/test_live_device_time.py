@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.callbacks import _fit_timeline as fit_timeline
 from lightning_accel.core.clocks import EventClock
+from lightning_accel.core.purse import Purse
+from lightning_accel.lightning.plain_steps import PlainSteps
 from lightning_accel.tuning import turns
 from support.live_runs import SimulatedTime, Speed, Timed, fit, simulated
 from support.simulated_device import SimulatedDevice
@@ -77,3 +80,19 @@ def test_a_loop_adds_none_either(time: QueuedTime, device: SimulatedDevice) -> N
     assert "over plain, on" in handle.report.of("tuning").status
     assert device.synchronisations == 0
     handle.undo()
+
+
+def test_what_is_paid_for_before_the_time_of_a_step_is_known_is_not_taken_from_it(device: SimulatedDevice) -> None:
+    purse, trainer = Purse(), Trainer(accelerator="cpu", logger=False)
+    steps = PlainSteps(trainer, purse)
+    for _ in range(4):
+        steps.batch_comes()
+        steps.begin(are_charged=False)
+        device.launch(10.0)
+        steps.stepped()
+        for _ in range(2):  # batches of a validation
+            steps.interrupt()
+        purse.pay("logging", 1.0)
+    device.host_ms = device.free_at_ms
+    fit_timeline.timeline_of(trainer).settle()
+    assert purse.step_s == pytest.approx(0.01)

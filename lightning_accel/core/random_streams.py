@@ -17,6 +17,9 @@ Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
 TORCHS = frozenset(("torch", "torch.cuda", "torch.mps"))
 """The names of torch's own streams in :func:`random_streams`."""
 
+OTHERS = frozenset(("random", "numpy.random"))
+"""The names of the other streams in :func:`random_streams`: Python's and NumPy's."""
+
 
 def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
     """Lists the random streams of the process, by name.

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_accel.core import kept_state
 from lightning_accel.core.kept_state import TORCHS_OWN, Names, Restore, can_be_restored, joined
-from lightning_accel.core.random_streams import TORCHS, random_streams, same_state, stream_of
+from lightning_accel.core.random_streams import OTHERS, TORCHS, random_streams, same_state, stream_of
 from lightning_accel.core.torch_private.modules import buffer_slots
 
 Named = list[tuple[str, Any]]
@@ -88,7 +88,7 @@ class StateSnapshot:
             tensors.
         optimizers: The optimizers of the module, for :attr:`Level.TRAINING`.
         copies_on: The device that stores copies, from :attr:`Level.FULL` on. None for the device of each tensor.
-        without_others: Whether to keep, of the process's random streams, torch's only.
+        only_torchs_streams: Whether to leave out the random streams of Python and NumPy.
 
     Attributes:
         random_states: The state of each random stream, by the stream's name.
@@ -104,17 +104,17 @@ class StateSnapshot:
         also: Iterable[Tensor | Names] = (),
         optimizers: Sequence[Optimizer] = (),
         copies_on: torch.device | None = None,
-        without_others: bool = False,
+        only_torchs_streams: bool = False,
     ) -> None:
         self._streams = random_streams(device)
-        if without_others:
+        if only_torchs_streams:
             self._streams = {name: stream for name, stream in self._streams.items() if name in TORCHS}
         self._restores: list[Restore] = []
         if module is not None:
             places = places or StatePlaces(module)
             for path, names, name in places.generators:
                 if (stream := stream_of(names.get(name))) is not None:
-                    self._streams[path] = stream
+                    self._streams[f"the module's {path}" if path in TORCHS | OTHERS else path] = stream
             others: Named = [("also", one) for one in also]
             if level == Level.TRAINING:
                 self._restores.append(kept_state.keep_training(module, optimizers, copies_on))

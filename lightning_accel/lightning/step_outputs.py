@@ -225,8 +225,8 @@ class _HooksLayer(Layer):
         callbacks = callbacks_of(trainer)
         self._hooks = {f"[Callback]{one.state_key}.{hook}" for one in callbacks for hook in _hooks_of(one, Callback)}
         profiler = [(trainer.profiler, ("profile",))] if self._hooks else []
-        kind, is_patched = type(trainer.profiler), "profile" in vars(trainer.profiler)
-        does_nothing = is_lightnings(kind) and kind.__name__ == "PassThroughProfiler" and not is_patched
+        kind, patched = type(trainer.profiler), vars(trainer.profiler).keys() & {"profile", "start", "stop"}
+        does_nothing = is_lightnings(kind) and kind.__name__ == "PassThroughProfiler" and not patched
         self._nothing = nullcontext() if does_nothing else None  # in place of calls, of which a step has over twenty
         super().__init__([(module, _hooks_of(module, LightningModule)), *profiler])
 

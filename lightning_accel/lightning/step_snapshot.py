@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_accel.core.kept_state import Names, can_be_restored
-from lightning_accel.core.random_streams import TORCHS
+from lightning_accel.core.random_streams import OTHERS, same_state
 from lightning_accel.core.state_snapshot import Level, StatePlaces, StateSnapshot
 from lightning_accel.core.torch_private.tensors import version_of, versions_of
 from lightning_accel.core.tree import leaves, tensors_in
@@ -19,7 +20,8 @@ from lightning_accel.lightning.private import logged_results
 
 Step = Callable[..., Any]
 
-_LOOKS, _LOOKS_AGAIN = 8, 64  # steps at first, and between two pairs of later ones, with Python's and NumPy's streams
+# The first snapshots of a stage, and then one pair in so many, have the random streams of Python and NumPy.
+_WITH_OTHERS, _WITH_OTHERS_AGAIN = 8, 64
 _MOST_BYTES = 1 << 28  # of parameters: a trial's step copies up to three times as much and must not exhaust the memory
 
 
@@ -72,8 +74,8 @@ class Attempt:
     def keep_again(self) -> None:
         """Takes a snapshot of the module as it is now, since rank 0 sent its buffers after the step began."""
         try:
-            # Without torch's random streams: the first snapshot has them, and a memory meter may be active by now.
-            self._snapshots.append((self._state or SmallState(self._module)).snapshot())
+            # Without random streams: the first snapshot has them, and a memory meter may be active by now.
+            self._snapshots.append((self._state or SmallState(self._module)).of_module())
             self._large = self._state.versions() if self._state else []
         except Exception:  # an error of ours: the user's running step goes on
             self._is_kept = False
@@ -122,24 +124,35 @@ class SmallState:
         self._module, self._places = module, StatePlaces(module)
         self._sums: list[tuple[Tensor, int, int]] = []
         self._looks_left = 2 if self._places.large else 0
-        self._taken = 0  # snapshots
-        self._last: StateSnapshot | None = None  # of the step before, with the streams of Python and NumPy
-        self._draws_elsewhere = False  # whether anything was drawn from these streams
+        self._taken = Counter[Any]()  # snapshots of each stage
+        self._others: dict[str, Any] = {}  # the states of Python's and NumPy's streams in the latest snapshot, if there
+        self._draws_from_others = False
 
-    def snapshot(self, also: Iterable[Names] = (), device: torch.device | None = None) -> StateSnapshot:
+    def snapshot(self, also: Iterable[Names], device: torch.device) -> StateSnapshot:
         """Takes a snapshot of the module's state, of the names in ``also``, and of a device's random streams.
 
-        The streams of Python and NumPy are left out of most steps unless a step, or its fetch, has drawn from them:
-        reading these takes 0.1 ms.
+        Most snapshots lack the streams of Python and NumPy, since reading these takes 0.1 ms, unless a step or its
+        fetch has drawn from them.
         """
-        is_look = self._draws_elsewhere or self._taken < _LOOKS or self._taken % _LOOKS_AGAIN < 2
-        self._taken += 1
-        options: dict[str, Any] = {"places": self._places, "also": also, "without_others": not is_look}
-        taken = StateSnapshot(self._module, Level.SMALL, device, **options)
-        if is_look and self._last is not None:
-            self._draws_elsewhere |= not TORCHS.issuperset(self._last.drawn())
-        self._last = taken if is_look and not self._draws_elsewhere else None
-        return taken
+        stage = self._module.trainer.state.stage
+        self._taken[stage] += 1
+        taken = self._taken[stage]
+        has_others = self._draws_from_others or taken <= _WITH_OTHERS or taken % _WITH_OTHERS_AGAIN < 2
+        snapshot = self.of_module(also, device, only_torchs_streams=not has_others)
+        if not self._draws_from_others:
+            before, states = self._others, snapshot.random_states
+            self._others = {name: states[name] for name in OTHERS.intersection(states)}
+            self._draws_from_others = any(not same_state(self._others.get(n, old), old) for n, old in before.items())
+        return snapshot
+
+    def of_module(
+        self, also: Iterable[Names] = (), device: torch.device | None = None, *, only_torchs_streams: bool = True
+    ) -> StateSnapshot:
+        """Takes a snapshot of the module's state now."""
+        module, places = self._module, self._places
+        return StateSnapshot(
+            module, Level.SMALL, device, places=places, also=also, only_torchs_streams=only_torchs_streams
+        )
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """Returns the large tensors (a codebook, a queue), each with its number of writes."""

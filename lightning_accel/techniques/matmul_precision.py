@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_accel.core.host import Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
-from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
+from lightning_accel.core.torch_private.compilation import graphs_captured
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.registry import register
@@ -71,7 +71,7 @@ class MatmulPrecisionPatch(Patch):
     @override
     def settle(self) -> int:  # type: ignore[override]
         # What is compiled is guarded by this precision: each side of it is compiled once.
-        return int(dynamo_is_loaded())
+        return int(graphs_captured() > 0)
 
     def rest(self, rests: bool) -> None:
         """Has what the user has in force, or ours again; nothing where somebody has set another one since."""

@@ -339,6 +339,14 @@ def test_asked_for_by_name_it_is_not_questioned() -> None:
     handle.undo()
 
 
+def test_without_compiled_code_every_turn_counts() -> None:
+    torch._dynamo.utils.counters.clear()  # as of a new process; the module is there, since any optimizer imports it
+    handle = started()
+    step(handle)
+    assert {arm.settle for arm in handle.engine.arms() if arm.name == "matmul_precision"} == {0}
+    handle.undo()
+
+
 def test_compiled_code_is_compiled_once_for_each_side() -> None:
     """Torch guards it by TF32 on NVIDIA's cards, on machines without one, too."""
     compilations = []

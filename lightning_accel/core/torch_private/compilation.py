@@ -21,7 +21,7 @@ from lightning_accel.core.patch import temporarily
 
 
 def dynamo_is_loaded() -> bool:
-    """Returns whether anything may have been compiled: only compiling imports ``torch._dynamo``, which takes 1 s."""
+    """Returns whether anything may have been compiled: ``torch._dynamo`` is imported by then, and by any optimizer."""
     return "torch._dynamo" in sys.modules
 
 

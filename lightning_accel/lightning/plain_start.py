@@ -58,6 +58,7 @@ class PlainStart:
         self.steps = PlainSteps(self._trainer, purse)
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
+        self._decided = 0  # comparisons that the live trials have decided
         self._wins_untried = wins_untried
         self.is_over = False
 
@@ -184,15 +185,18 @@ class PlainStart:
 
     def _try_the_rest(self, run: Run) -> None:
         """Restarts with techniques that were too expensive at first, once faster steps have saved enough time."""
-        settled = None if run.live is None or not self._purse.owed_s else run.live.settled
-        if settled is None or settled.whole is None or not settled.is_proven:
+        tuning = None if run.live is None or run.live.have_failed or not self._purse.owed_s else run.live.tuning
+        if tuning is None or tuning.whole is None or not tuning.is_proven:
             return
-        left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / settled.whole.interval.ratio
+        was_decided, self._decided = self._decided, len(tuning.results)
+        if not tuning.is_settled and self._decided == was_decided:  # a comparison is under way, and would be lost
+            return
+        left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / tuning.whole.interval.ratio
         rest = self._rest(_WORTH * left_s, may_wait=False)
         if not rest:
             return
         run.close()
-        self._program.restart(settled)
+        self._program.restart(tuning)
         self._run = self._make_run()
         self._go_to_work(self._run, self._put_off(self._purse.owed_s, rest))
 

@@ -61,7 +61,8 @@ class Questions:
     ) -> None:
         whole = {arm.name: arm.choices[0] for arm in arms if arm.setup is None and not arm.asked_alone}
         self.tuning = known or Tuning(whole)
-        self._is_own = known is not None and not known.is_earlier  # settled by this run before it was resumed
+        self._is_own = known is not None and not known.is_earlier  # this run's, from before it was resumed or restarted
+        self._was_settled = known is not None and known.is_settled
         self._arms = {arm.name: arm for arm in sorted(arms, key=_order)}
         self._setups = Setups(arms, self.tuning, gather)
         seed = torch.initial_seed()
@@ -81,8 +82,9 @@ class Questions:
         tuning = self.tuning
         least_turns = max(MIN_TURNS, self._least_turns({}, tuning.choices))
         if self._arms and self._left >= least_turns and not is_trusted:
-            yield from self._settled_by(self._later_questions() if tuning.is_settled else self._first_questions())
-        elif not (tuning.is_settled or is_trusted):
+            is_begun = self._was_settled or (self._is_own and tuning.is_proven)
+            yield from self._settled_by(self._later_questions() if is_begun else self._first_questions())
+        elif not (self._was_settled or is_trusted):
             is_asked = self._budget.purse is None  # with a purse, arms that the run cannot test must not stay
             self._hold({n: choice for n, choice in tuning.choices.items() if is_asked and not self._arms[n].starts_off})
         while True:
@@ -115,8 +117,8 @@ class Questions:
         yield from self._audit(everything if has_won and not has_failed else None)
 
     def _later_questions(self) -> Course:
-        """Audits an earlier run's results after a while; then asks the questions that the earlier run could not."""
-        held, is_own = self.tuning.choices, self._is_own
+        """Audits an earlier run's results after a while; then asks the questions that were not asked."""
+        held, is_own, is_open = self.tuning.choices, self._is_own, not self._was_settled
         proven = held if self.tuning.is_proven_as_a_whole else None
         if proven is not None and not is_own and self._left >= _HEAD_START + 2 * self._least_turns({}, held):
             first_look = PairTest(ALPHA)
@@ -125,19 +127,28 @@ class Questions:
                 yield None
         if not is_own:
             yield from self._audit(proven)
-        unasked, before = [*self._new_arms(), *self._setups.unasked()], dict(self.tuning.choices)
-        asked = [(arm, choice) for arm in unasked for choice in arm.choices]
-        for arm, choice in asked:
-            yield from self._ask_arm(arm, choice, ALPHA / 4 / len(asked))
-        if self.tuning.choices != before and not is_own:
+        before = dict(self.tuning.choices)
+        for unasked in ([*self._new_arms(), *self._setups.unasked()], self._arms_of_the_whole() if is_own else []):
+            asked = [(arm, choice) for arm in unasked for choice in arm.choices]
+            for arm, choice in asked:
+                yield from self._ask_arm(arm, choice, ALPHA / 8 / len(asked))
+        if self.tuning.choices != before and (is_open or not is_own):
             yield from self._audit(before if self.tuning.is_proven else None)
 
     def _new_arms(self) -> list[Arm]:
-        """Returns the arms that the earlier run did not have, for example because it could not pay for their trials."""
+        """Returns the arms that were not there earlier, for example because the run could not pay for their trials."""
         results = self.tuning.results
-        known = {*self.tuning.choices, *(results[WHOLE].candidate if WHOLE in results else ())}
-        known |= {name.removeprefix("without ").partition("=")[0] for name in results}
-        return [arm for name, arm in self._arms.items() if name not in known and arm.setup is None]
+        whole = results[WHOLE].candidate if WHOLE in results else {}
+        return [arm for arm in self._unasked() if arm.name not in {**self.tuning.choices, **whole}]
+
+    def _arms_of_the_whole(self) -> list[Arm]:
+        """Returns the arms of a plan of several that were compared with the plain run, but not by themselves."""
+        whole = self.tuning.results[WHOLE].candidate if WHOLE in self.tuning.results else {}
+        return [arm for arm in self._unasked() if arm.name in whole and len(whole) > 1]
+
+    def _unasked(self) -> list[Arm]:
+        asked = {name.removeprefix("without ").partition("=")[0] for name in self.tuning.results}
+        return [arm for name, arm in self._arms.items() if name not in asked and arm.setup is None]
 
     def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
         """Compares the run with an arm and without it, or a choice of the arm with the current choice."""

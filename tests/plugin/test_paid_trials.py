@@ -23,6 +23,7 @@ from lightning_accel.techniques import BuildContext, Technique, Traits, register
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.registry import forget
 from lightning_accel.techniques.technique_context import Verdict
+from lightning_accel.tuning.tuning_result import WHOLE
 from support.live_runs import SimulatedTime, Speed, fit
 from support.plugin.beginners import STEP_S, Beginner, There, begun
 
@@ -165,6 +166,35 @@ def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
     assert len(tried.tried_at) == 1
     assert model.seen[-50:].count("on") > 40
     assert plugin.purse.earned_s > 0
+
+
+@pytest.fixture
+def has_idle() -> Iterator[None]:
+    """Another technique, which needs no trial of its own and changes nothing."""
+
+    class Idle(Technique):
+        traits = Traits(acts_without_sites=True)
+
+        def __init__(self, settings: Any, context: BuildContext) -> None:
+            self.run.live = Live(variants=("on",))
+
+    register("idle", options=Literal["auto", "off"], default="auto")(Idle)
+    yield
+    forget("idle")
+
+
+def test_it_is_tried_before_the_parts_of_what_is_faster_already(
+    tried: type[Tried], has_precision: None, has_idle: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=9.0))
+    with begun(1.3) as time:
+        tried.time = time
+        plugin = fit(InTwo(time), 1_000, accel=AUTO)
+    assert plugin.tuning is not None
+    asked = [*plugin.tuning.results]
+    assert asked[0] == WHOLE
+    assert asked.index("speed") < asked.index("idle")
+    assert plugin.tuning.choices == {"precision": "bf16-mixed", "speed": "on"}
 
 
 @pytest.fixture

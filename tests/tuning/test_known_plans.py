@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_accel.tuning.tuning_result import Tuning
+from lightning_accel.tuning.tuning_result import WHOLE, Tuning
 from support.simulated_machine import SimulatedRun
 
 
@@ -43,6 +43,15 @@ def test_a_run_that_begins_again_asks_what_it_did_not_have_and_audits_nothing() 
     assert tuning.choices == {"attention": "on", "layout": "on"}
     assert "audit" not in tuning.results
     assert all(name == "layout" for name, _ in again.switches[:10])
+
+
+def test_a_run_that_begins_again_before_it_has_settled_asks_for_what_is_new_first_and_then_for_the_rest() -> None:
+    whole = SimulatedRun({"attention": 1.5, "layout": 0.9}).run().results[WHOLE]
+    known = Tuning(dict(whole.candidate), {WHOLE: whole}, whole)
+    tuning = SimulatedRun({"attention": 1.5, "layout": 0.9, "fused": 1.2}).run(known=known)
+    assert tuning.choices == {"attention": "on", "fused": "on"}
+    assert [*tuning.results] == [WHOLE, "fused", "attention", "layout", "audit"]
+    assert tuning.is_proven_as_a_whole
 
 
 def test_a_proven_plan_stays_where_a_short_run_cannot_tell() -> None:

@@ -159,9 +159,6 @@ _LAYOUT: dict[str, dict[str, tuple[str, ...]]] = {
 _TEXT = f"{PREFIX}summary"
 
 
-Adapter = Callable[[Any, FitOutcome], None]
-
-
 def adapters_of(loggers: Iterable[Any]) -> list[Callable[[FitOutcome], None]]:
     """What tells those of the loggers that can be told more than metrics."""
     return [
@@ -239,7 +236,7 @@ def _files(logger: Any, told: FitOutcome) -> None:
             writer.writerows(arms)
 
 
-_ADAPTERS: dict[Any, Adapter] = {
+_ADAPTERS: dict[Any, Callable[[Any, FitOutcome], None]] = {
     TensorBoardLogger: _tensorboard,
     WandbLogger: _weights_and_biases,
     MLFlowLogger: _mlflow,

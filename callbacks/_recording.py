@@ -56,13 +56,8 @@ class Recording:
         self._profile = profile(activities=kinds, acc_events=True)
         ranges = Ranges(has_nvtx=device.type == "cuda")
         parts = PartsPatch(trainer)
-        patches = PatchSet(
-            [
-                parts,
-                FetchPatch(trainer, lambda: ranges.enter(DATA), ranges.leave),
-                ModuleRanges(trainer.lightning_module, ranges, self._acting),
-            ]
-        )
+        fetches = FetchPatch(trainer, lambda: ranges.enter(DATA), ranges.leave)
+        patches = PatchSet([parts, fetches, ModuleRanges(trainer.lightning_module, ranges, self._acting)])
         with ExitStack() as stack:
             self._profile.start()
             stack.callback(self._profile.stop)

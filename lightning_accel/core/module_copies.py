@@ -1,4 +1,4 @@
-"""Copies of a module: one that runs in its place without side effects, and one without this package's edits."""
+"""Copies of a module, without side effects or without this package's edits, and modules in the place of others."""
 
 from __future__ import annotations
 
@@ -87,3 +87,12 @@ def plain_copy(model: nn.Module, without: Mapping[int, Any] | None = None) -> nn
                 else:
                     vars(module)[name] = value
     return copied.eval()
+
+
+def exchanged(model: nn.Module, by: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Replaces modules under all their names. Returns the resulting model."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and module in by:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, by[module])
+    return by.get(model, model)

@@ -186,12 +186,8 @@ def _turned(xp: Any, values: Array, turns: Array) -> Array:
     spread = most - least
     red, green, blue = (values[:, i : i + 1] for i in range(3))
     safe = xp.where(spread == 0, np.float32(1), spread)
-    sixths = xp.where(
-        most == red,
-        (green - blue) / safe,
-        xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
-    )
-    sixths = sixths + 6 * turns
+    others = xp.where(most == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+    sixths = xp.where(most == red, (green - blue) / safe, others) + 6 * turns
     # Each channel of a pure colour is a trapezium over the circle, and the channels stand two sixths apart.
     places = (sixths + (5 - 2 * xp.arange(3, dtype=np.float32)).reshape(1, 3, 1, 1)) % 6
     return most - spread * xp.minimum(places, 4 - places).clip(0, 1)

@@ -258,12 +258,8 @@ def prepare(
 
     def start(parameters: torch.Tensor = parameters) -> None:  # holds the memory that `pointers` point to
         for first, samples in launch.samples:
-            kernel(
-                (launch.tiles, samples),
-                (launch.threads,),
-                (*pointers, *strides_given, np.int32(first), *numbers),
-                shared_mem=launch.shared_bytes,
-            )
+            arguments = (*pointers, *strides_given, np.int32(first), *numbers)
+            kernel((launch.tiles, samples), (launch.threads,), arguments, shared_mem=launch.shared_bytes)
 
     return start
 

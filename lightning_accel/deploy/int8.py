@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_accel.core import torchao
+from lightning_accel.core.module_copies import exchanged
 from lightning_accel.deploy.attention import SplitAttention, can_split
 from lightning_accel.deploy.errors import MissingPackageError
 from lightning_accel.deploy.inputs import Arguments
@@ -131,15 +132,6 @@ def choose(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
         else:
             chosen.append(name)
     return chosen, kept
-
-
-def exchanged(model: nn.Module, by: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Replaces modules under all their names. Returns the resulting model."""
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if path and module in by:
-            owner, _, name = path.rpartition(".")
-            setattr(model.get_submodule(owner), name, by[module])
-    return by.get(model, model)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_accel.core.module_copies import exchanged
 from lightning_accel.core.report import one_line
 from lightning_accel.deploy.inputs import Arguments
-from lightning_accel.deploy.int8 import exchanged
 from lightning_accel.deploy.losses import percent, worst
 
 

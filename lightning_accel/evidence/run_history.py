@@ -15,9 +15,6 @@ Curve = list[tuple[float, float]]
 MOST_POINTS = 400
 MOST_EPOCHS = 200
 
-STEP, WAIT, HELD, LOSS, SCALE = (
-    *("step, ms", "waiting for data, ms", "memory held, MiB", "loss", "loss scale, at the end of each epoch"),
-)
 _OF_CARDS = {
     "sm_clock_mhz": "clock of the GPU, MHz",
     "throttled_frac": "share of the time in which its clocks were throttled",
@@ -54,11 +51,11 @@ def curves_of(record: Record) -> dict[str, Curve]:
     cycles = [(float(piece.first), piece.ms) for some in record.steps for piece in some.pieces()]
     waits = [ms for some in record.steps for ms in some.wait_ms]
     found = {
-        STEP: cycles,
-        WAIT: [(number, ms) for (number, _), ms in zip(cycles, waits, strict=False)],
-        HELD: _spread(record.steps, [some.held_mib for some in record.steps]),
-        LOSS: [(float(step), loss) for step, loss in sorted(record.losses.items())],
-        SCALE: list(_scales(record)),
+        "step, ms": cycles,
+        "waiting for data, ms": [(number, ms) for (number, _), ms in zip(cycles, waits, strict=False)],
+        "memory held, MiB": _spread(record.steps, [some.held_mib for some in record.steps]),
+        "loss": [(float(step), loss) for step, loss in sorted(record.losses.items())],
+        "loss scale, at the end of each epoch": list(_scales(record)),
         **{
             shown: _spread(record.steps, [some.card.get(name, []) for some in record.steps])
             for name, shown in _OF_CARDS.items()

@@ -43,13 +43,8 @@ def table(caption: str, columns: Sequence[Column], items: Iterable[Any], whole: 
     rows = [[form(_value(item, field)) for _, field, form in columns] for item in [*items, *([whole] if whole else [])]]
     kept = [place for place in range(len(columns)) if any(row[place][0] for row in rows)]
     rows = [[row[place] for place in kept] for row in rows]
-    return Table(
-        caption,
-        [columns[place][0] for place in kept],
-        [columns[place][2] is not text for place in kept],
-        rows[: len(items)],
-        rows[-1] if whole else [],
-    )
+    heads, numeric = [columns[place][0] for place in kept], [columns[place][2] is not text for place in kept]
+    return Table(caption, heads, numeric, rows[: len(items)], rows[-1] if whole else [])
 
 
 def _value(item: Any, field: Field) -> Any:
@@ -220,11 +215,7 @@ def _shares(
 ) -> Table:
     """Parts of a whole, with their shares."""
     total = of or sum(values.values()) or 1.0
-    columns: list[Column] = [
-        (heads[0], 0, text),
-        (heads[1], 1, form),
-        ("share", lambda one: one[1] / total, shared),
-    ]
+    columns: list[Column] = [(heads[0], 0, text), (heads[1], 1, form), ("share", lambda one: one[1] / total, shared)]
     return table(caption, columns, values.items(), (whole, total) if whole else None)
 
 

@@ -208,8 +208,7 @@ def _listed(
         amount = "" if need is None else f"  # about {format_bytes(need)}"
         if need is not None and need <= limit and not has_marked:
             has_marked, amount = True, f"{amount}: the cheapest that should fit"
-        lines += [f"  AccelPlugin({remedy.python}){amount}{remark}"]
-        lines += [f"    YAML: {remedy.yaml}"]
+        lines += [f"  AccelPlugin({remedy.python}){amount}{remark}", f"    YAML: {remedy.yaml}"]
     if fixed > limit:
         lines.append(
             f"  What every step holds ({format_bytes(fixed)}) does not fit whatever the batch: shard it"

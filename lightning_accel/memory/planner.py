@@ -125,9 +125,7 @@ class Planner:
         is_lean = self._outgrown and self.agree is None
         policy = self._last_policies[site] = "full" if is_lean else self.state.policies.get(site, "full")
         run = partial(run_block, policy, block, original, args, kwargs, self.offloader)
-        if self._recorder is None:
-            return run()
-        return self._recorder.record(call, tensors, run)
+        return run() if self._recorder is None else self._recorder.record(call, tensors, run)
 
     def learn(
         self, site: str, block: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -270,11 +268,9 @@ class Planner:
         elif found.is_final:
             schedule = self._scheduled(problem, found.policies, state.offloads_rest)
             key = frozenset(found.policies.items())
-            schedule = replace(
-                schedule,
-                predicted_peak_bytes=self._rounds.predicted_bytes.get(key, schedule.predicted_peak_bytes),
-                measured_peak_bytes=self._rounds.measured_bytes.get(key),
-            )
+            predicted = self._rounds.predicted_bytes.get(key, schedule.predicted_peak_bytes)
+            measured = self._rounds.measured_bytes.get(key)
+            schedule = replace(schedule, predicted_peak_bytes=predicted, measured_peak_bytes=measured)
             state, self._times = replace(state, phase="confirming", schedule=schedule), []
             self._planned = {call: float(self._elements[call]) for call in calls}
         self.state = state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_accel.core.module_copies import exchanged
 from lightning_accel.lightning.packages import TorchSyncBatchNorm, rank_zero_warn
 
 _FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # those of all torch batch norms
@@ -27,11 +27,11 @@ class AnyDeviceSyncBatchNorm(TorchSyncBatchNorm):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        return _replaced(model, _synchronized)
+        return exchanged(model, {part: new for part in model.modules() if (new := _synchronized(part)) is not part})
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        return _replaced(model, _separated)
+        return exchanged(model, {part: new for part in model.modules() if (new := _separated(part)) is not part})
 
 
 class GlobalBatchNorm(nn.BatchNorm1d):
@@ -181,15 +181,3 @@ def _separated(module: nn.Module) -> nn.Module:
     (plain,) = module.plain
     vars(plain).update((name, value) for name, value in vars(module).items() if name in vars(plain))
     return plain
-
-
-def _replaced(model: nn.Module, replace: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Applies ``replace`` to ``model`` and all its submodules. A module that occurs several times stays one."""
-    done: dict[nn.Module, nn.Module] = {}
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if module not in done:
-            done[module] = replace(module)
-        if path and done[module] is not module:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, done[module])
-    return done[model]

@@ -79,12 +79,7 @@ def _oom_fallbacks(settings: OffloadingOptions, context: BuildContext) -> Iterat
         yield OomFallback(replace(settings, to="host"), costs=0.25, keeps=0.1)
 
 
-@register(
-    "activation_offloading",
-    options=OffloadingOptions,
-    after="sparse_activations",
-    exactness="exact",
-)
+@register("activation_offloading", options=OffloadingOptions, after="sparse_activations", exactness="exact")
 class ActivationOffloading(Technique):
     """Offloads the saved tensors of every training step."""
 

@@ -57,13 +57,7 @@ def _conflicts(settings: CompileSetting, all_settings: Mapping[str, Any], verify
         )
 
 
-@register(
-    "compile",
-    options=CompileSetting,
-    default="off",
-    after="gradient_checkpointing",
-    exactness="rounding",
-)
+@register("compile", options=CompileSetting, default="off", after="gradient_checkpointing", exactness="rounding")
 class Compilation(Technique):
     """Compiles every repeated block; each is tried, forward and backward, on its first input after the other trials.
 

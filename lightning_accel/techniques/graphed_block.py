@@ -142,11 +142,8 @@ class GraphedBlock:
         self._is_capturing = True
         try:
             # Who watches this call, or what it saves, is not to be in the graph: a call that is watched is no replay.
-            with (
-                no_cast_cache(),
-                without_dispatch_modes(),
-                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same),
-            ):
+            plain = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+            with no_cast_cache(), without_dispatch_modes(), plain:
                 self._rehearse(function, inputs, before)
                 self._graphed = self._capture(function, (*inputs, *self._parameters))
         except NotCapturedError:
@@ -226,10 +223,6 @@ class GraphedBlock:
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
         )
-
-
-def _same(saved: Tensor) -> Tensor:
-    return saved
 
 
 @dataclass(eq=False)

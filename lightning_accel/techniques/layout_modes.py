@@ -30,13 +30,11 @@ _WITHOUT_ORDER = frozenset(
 )
 
 # These draw a number for each element, in the order of memory of their first argument.
-_IN_ORDER = frozenset(
-    (
-        *("dropout", "dropout_", "alpha_dropout", "rrelu", "rrelu_", "rand_like", "randn_like", "randint_like"),
-        *("bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_"),
-        *("cauchy_", "random_", "poisson", "binomial"),
-    )
-)
+_IN_ORDER = {
+    *("dropout", "dropout_", "alpha_dropout", "rrelu", "rrelu_", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "bernoulli_", "normal", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_"),
+    *("cauchy_", "random_", "poisson", "binomial"),
+}
 
 _VIEWS = (Tensor.view, Tensor.view_as)
 _STRIDED = (Tensor.as_strided, torch.as_strided)

@@ -39,12 +39,10 @@ _NOT_TIMED = "not timed by itself, which would cost more than this run can pay: 
 
 _CONVOLUTIONS = frozenset(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"))
 # What else takes longer, or less, in the other layout. Element-wise operations do not care.
-_TIMED = _CONVOLUTIONS | frozenset(
-    (
-        *("batch_norm", "instance_norm", "group_norm", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"),
-        *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "pad"),
-    )
-)
+_TIMED = _CONVOLUTIONS | {
+    *("batch_norm", "instance_norm", "group_norm", "max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d"),
+    *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "pad"),
+}
 
 
 def breaks_the_heap(kernel_size: Sequence[int], stride: Sequence[int], in_channels: int) -> bool:

@@ -19,13 +19,7 @@ _ONE_EPOCH = (
 
 # Off by default: data may hang on what no look from outside shows (globals, a C library's handles), and workers that
 # are forked from a process with locks held can only be given up.
-@register(
-    "loader",
-    options=Literal["auto", "off"],
-    default="off",
-    after="preprocess",
-    exactness="exact",
-)
+@register("loader", options=Literal["auto", "off"], default="off", after="preprocess", exactness="exact")
 class Loader(Technique):
     """Puts a :class:`~lightning_accel.data.tuned_loader.TunedLoader` in the place of the training's loader."""
 

@@ -45,10 +45,7 @@ from lightning_accel.techniques.technique_events import Decided, Event, Settled,
 
 MemoryFormatSetting = Literal["auto", "off", "channels_last", "channels_last_3d"]
 
-_CONVOLUTIONS = {
-    4: (nn.Conv2d, nn.ConvTranspose2d),
-    5: (nn.Conv3d, nn.ConvTranspose3d),
-}
+_CONVOLUTIONS = {4: (nn.Conv2d, nn.ConvTranspose2d), 5: (nn.Conv3d, nn.ConvTranspose3d)}
 
 _PART = "its weight is a part of a larger buffer"
 
@@ -170,8 +167,7 @@ class MemoryFormat(Technique):
         if self._weights:
             kinds = {_kind(weight.convolution) for weight in self._weights}
             self.traits = replace(self.traits, trial_steps=_STEPS_OF_ALL_KINDS * len(kinds) / len(self._weights))
-            parameters = (p for p in model.parameters() if p.dim() in self._dims)
-            self._optimizers = OptimizerLayouts(parameters)
+            self._optimizers = OptimizerLayouts(p for p in model.parameters() if p.dim() in self._dims)
         return claims
 
     @override

@@ -164,12 +164,7 @@ class Autocast:
 
 
 @register(
-    "precision",
-    options=PrecisionSetting,
-    default="auto",
-    off="32-true",
-    after="preprocess",
-    exactness="precision",
+    "precision", options=PrecisionSetting, default="auto", off="32-true", after="preprocess", exactness="precision"
 )
 class MixedPrecision(Technique):
     """Autocast around every step of a plain PyTorch loop. Under Lightning, its precision plugin does this."""

@@ -55,10 +55,6 @@ def _takes(parameter: Tensor, group: Mapping[str, Any]) -> bool:
     return is_plain and eight_bits.is_possible(parameter)
 
 
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout == torch.strided
-
-
 class EightBitStates(StandInSteps):
     """Keeps the moments of one Adam in 8 bits, and gives everybody else floats.
 
@@ -97,7 +93,7 @@ class EightBitStates(StandInSteps):
         for group in optimizer.param_groups:
             taken = {parameter for parameter in group["params"] if _takes(parameter, group)}
             self._give_back([{**group, "params": [p for p in group["params"] if p not in taken]}])
-            ours = [p for p in group["params"] if p in taken and _is_dense(p.grad)]
+            ours = [p for p in group["params"] if p in taken and p.grad is not None and p.grad.layout == torch.strided]
             for chunk in _chunks(ours):
                 self._step_together(chunk, group)
             stepped = set(ours)

@@ -5,7 +5,7 @@ https://docs.pytorch.org/docs/stable/optim.html#algorithms
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -86,19 +86,14 @@ def _nothing_to_gain(kind: type[Optimizer], group: Group, setting: OptimizerSett
         why = f"torch has no fused step of {kind.__name__} for distributed parameters"
     else:
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in group["params"]}
-        why = f"torch has no fused step of {kind.__name__} on {_listed(devices)} in {_listed(dtypes)} that is right"
+        on, of = (" and ".join(sorted(names)) for names in (devices, dtypes))
+        why = f"torch has no fused step of {kind.__name__} on {on} in {of} that is right"
     if setting == "fused":
         return why
     if devices == {"cpu"}:
         return f"{why}, and foreach gains nothing with parameters of {_mean_size(group):,.0f} elements on average"
-    by_itself = (
-        "torch takes foreach there by itself" if stepping.is_foreach_by_itself(group) else "foreach takes more memory"
-    )
-    return f"{why}, and {by_itself}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return " and ".join(sorted(names))
+    takes_it = stepping.is_foreach_by_itself(group)
+    return f"{why}, and {'torch takes foreach there by itself' if takes_it else 'foreach takes more memory'}"
 
 
 class StepsTogether(StandInSteps):

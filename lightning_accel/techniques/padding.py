@@ -39,10 +39,8 @@ _LOADER = "train_dataloader"
 _DRAWS = "its training steps draw random numbers, dropout's say, which would be others for longer sequences"
 
 
-Multiple = (
-    Literal["auto", "off"]
-    | Annotated[int, Rule("a number above 1, of which lengths become multiples", lambda name, value: value > 1)]
-)
+_ABOVE_ONE = Rule("a number above 1, of which lengths become multiples", lambda name, value: value > 1)
+Multiple = Literal["auto", "off"] | Annotated[int, _ABOVE_ONE]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -105,13 +103,7 @@ def why_not_padded(batch: Any) -> str:
 
 
 # Before compilers, whose shapes become fewer.
-@register(
-    "padding",
-    options=PaddingOptions,
-    after="preprocess",
-    before=("compile", "loader"),
-    exactness="rounding",
-)
+@register("padding", options=PaddingOptions, after="preprocess", before=("compile", "loader"), exactness="rounding")
 class Padding(Technique):
     """Pads training batches of text, and says which vocabularies have a size that kernels do not like.
 

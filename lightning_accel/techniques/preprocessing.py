@@ -42,12 +42,7 @@ class PreprocessOptions(Options):
         return value if isinstance(value, cls) else cls(transforms=value)
 
 
-@register(
-    "preprocess",
-    options=PreprocessOptions,
-    off=(),
-    exactness="changes training",
-)
+@register("preprocess", options=PreprocessOptions, off=(), exactness="changes training")
 class Preprocessing(Technique):
     """Transforms of :mod:`lightning_accel.data`, on every batch that the handle is given.
 

@@ -31,13 +31,7 @@ def _oom_fallbacks(settings: SparseSetting, context: BuildContext) -> Iterator[O
         yield OomFallback("auto", costs=MAX_TIME_SHARE)
 
 
-@register(
-    "sparse_activations",
-    options=SparseSetting,
-    default="off",
-    after="memory_format",
-    exactness="exact",
-)
+@register("sparse_activations", options=SparseSetting, default="off", after="memory_format", exactness="exact")
 class SparseActivations(Technique):
     """Packs the saved tensors of training steps where that frees memory and is worth its time.
 

@@ -12,7 +12,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from torch import nn
@@ -225,10 +225,8 @@ class HuggingFaceSite(AttentionSite):
         if self._missed is not None:
             return original(self.module, *args, **kwargs)
         try:
-            with ExitStack() as stack:
-                if name == "eager":
-                    stack.enter_context(applied(ModelSwitch(self.site, config, EAGER_MASKS)))
-                stack.enter_context(applied(AttributePatch(self.site, "", self.module, Request.NAME, request)))
+            masks = applied(ModelSwitch(self.site, config, EAGER_MASKS)) if name == "eager" else nullcontext()
+            with masks, applied(AttributePatch(self.site, "", self.module, Request.NAME, request)):
                 return original(self.module, *args, **kwargs)
         finally:
             self._missed = request.missed

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_accel.core.checks import nearest
 from lightning_accel.core.compiled import compiled_anew
 from lightning_accel.core.host import Host
-from lightning_accel.core.patch import Patch, PatchSet
+from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
@@ -34,12 +34,7 @@ _FIRST_CAPTURE_S, _CAPTURE_S = 0.7, 0.1  # what Dynamo takes, in a process and f
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
 
 
-@register(
-    "flash_attention",
-    options=FlashAttentionOptions,
-    after="precision",
-    exactness="rounding",
-)
+@register("flash_attention", options=FlashAttentionOptions, after="precision", exactness="rounding")
 class FlashAttention(Technique):
     """Attention by fused kernels, wherever and however a model computes it.
 
@@ -125,11 +120,8 @@ class FlashAttention(Technique):
     @contextmanager
     def trial(self, patches: PatchSet) -> Iterator[Verdicts]:
         self._judge.found = {patch.site: Verdict("kept", _LATE) for patch in patches}
-        self._judge.is_trial_step = True
-        try:
+        with applied(AttributePatch("", "the trial step", self._judge, "is_trial_step", True)):
             yield self._judge.found
-        finally:
-            self._judge.is_trial_step = False
 
     @override
     def on(self, event: Event) -> None:

@@ -29,12 +29,8 @@ from lightning_accel.techniques.gradient_checkpointing.technique import Gradient
 from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.technique_context import Verdict
 
-Budget = (
-    Literal["off"]
-    | Annotated[
-        int | float | str, Rule("an amount such as '12GiB' or '40%'", functools.partial(parse_bytes, fractions=True))
-    ]
-)
+_AMOUNT = Rule("an amount such as '12GiB' or '40%'", functools.partial(parse_bytes, fractions=True))
+Budget = Literal["off"] | Annotated[int | float | str, _AMOUNT]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,11 +66,7 @@ def _conflicts(settings: MemoryBudgetOptions, all_settings: Mapping[str, Any], v
 
 
 @register(
-    "memory_budget",
-    options=MemoryBudgetOptions,
-    after="gradient_checkpointing",
-    before="compile",
-    exactness="exact",
+    "memory_budget", options=MemoryBudgetOptions, after="gradient_checkpointing", before="compile", exactness="exact"
 )
 class MemoryBudget(GradientCheckpointing):
     """Fits a training step into a budget: ``memory="12GiB"``."""

@@ -15,6 +15,7 @@ from typing_extensions import Self, override
 
 from lightning_accel.core.blocks import find_blocks, units
 from lightning_accel.core.compiled import is_inside_compiled
+from lightning_accel.core.dropout import DROPOUTS
 from lightning_accel.core.host import Host
 from lightning_accel.core.measured import Measurement
 from lightning_accel.core.options import Options
@@ -29,9 +30,6 @@ from lightning_accel.techniques.registry import register
 from lightning_accel.techniques.site import Site
 from lightning_accel.techniques.technique_context import SiteTrial, Verdict, Verdicts, tried_at_first_calls
 from lightning_accel.techniques.technique_events import Added, Event
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
 
 CheckpointingMode = Literal["off", "full", "selective"]
 
@@ -60,12 +58,7 @@ def _oom_fallbacks(settings: CheckpointingOptions, context: BuildContext) -> Ite
         yield OomFallback(CheckpointingOptions(mode="full", blocks=settings.blocks), 0.33, keeps, only_anew)
 
 
-@register(
-    "gradient_checkpointing",
-    options=CheckpointingOptions,
-    after="activation_offloading",
-    exactness="exact",
-)
+@register("gradient_checkpointing", options=CheckpointingOptions, after="activation_offloading", exactness="exact")
 class GradientCheckpointing(Technique):
     """Checkpoints the repeated blocks of a model, or those that are named.
 
@@ -225,7 +218,7 @@ class GradientCheckpointing(Technique):
 def _draws(block: nn.Module) -> bool:
     """Whether modules of ``block`` draw random numbers in training; what its own code draws, its trial shows."""
     return any(
-        (isinstance(m, _DROPOUTS) and m.p > 0)
+        (isinstance(m, DROPOUTS) and m.p > 0)
         or (isinstance(m, nn.MultiheadAttention) and m.dropout > 0)
         or isinstance(m, nn.RReLU)
         for m in block.modules()

@@ -90,9 +90,8 @@ def linear_cross_entropy(problem: LossProblem) -> Tensor:
 def plain_cross_entropy(problem: LossProblem) -> Tensor:
     """The same, with the logits, as it would be written."""
     p, form = problem, problem.form
-    rows, weight, bias = (None if t is None else t.to(form.logits_dtype) for t in (p.rows, p.weight, p.bias))
-    assert rows is not None
-    assert weight is not None
+    rows, weight = (t.to(form.logits_dtype) for t in (p.rows, p.weight))
+    bias = None if p.bias is None else p.bias.to(form.logits_dtype)
     return form.cross_entropy(F.linear(rows, weight, bias).to(form.loss_dtype), p.target, p.class_weight)
 
 
@@ -185,11 +184,8 @@ def _computed(problem: LossProblem, wanted: Sequence[bool], upstream: Tensor | N
     ``((1 - e) w[y] + e / V sum(w)) p - (1 - e) w[y] onehot(y) - e / V w``.
     """
     form, wide = problem.form, problem.form.wide
-    rows, weight, bias = (
-        None if t is None else t.detach().to(form.logits_dtype) for t in (problem.rows, problem.weight, problem.bias)
-    )
-    assert rows is not None
-    assert weight is not None
+    rows, weight = (t.detach().to(form.logits_dtype) for t in (problem.rows, problem.weight))
+    bias = None if problem.bias is None else problem.bias.detach().to(form.logits_dtype)
     num_rows, num_classes = len(rows), len(weight)
     kept = problem.target.ne(form.ignore_index)
     target = problem.target.where(kept, 0).unsqueeze(1)

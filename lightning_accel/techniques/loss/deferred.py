@@ -293,15 +293,13 @@ def _dtype_of_loss(dtype: torch.dtype, device: str) -> torch.dtype:
     return _dtype_by_autocast(dtype, device, autocast)
 
 
-_METADATA = frozenset(
-    [
-        *getters("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "itemsize"),
-        *getters("is_cuda", "is_cpu", "is_mps", "is_meta", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
-        *getters("is_nested", "is_quantized", "is_mkldnn", "is_ipu", "is_maia", "is_mtia", "is_vulkan", "output_nr"),
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
-        *(Tensor.is_contiguous, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
-        *(Tensor.get_device, Tensor.__hash__, Tensor.is_inference, *getters("nbytes")),
-        *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
-    ]
-)
+_METADATA = {
+    *getters("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn", "itemsize"),
+    *getters("is_cuda", "is_cpu", "is_mps", "is_meta", "is_xla", "is_xpu", "is_sparse", "is_sparse_csr"),
+    *getters("is_nested", "is_quantized", "is_mkldnn", "is_ipu", "is_maia", "is_mtia", "is_vulkan", "output_nr"),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_contiguous, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed),
+    *(Tensor.get_device, Tensor.__hash__, Tensor.is_inference, *getters("nbytes")),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
+}
 _OF_GRADIENTS = frozenset([torch.autograd.grad, Tensor.register_hook, Tensor.retain_grad])

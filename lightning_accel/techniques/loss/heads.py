@@ -209,17 +209,8 @@ def compared(problem: LossProblem, with_gradients: bool) -> NumbersComparison:
     rows.requires_grad_(with_gradients and problem.rows.requires_grad)
 
     def in_pieces(rows: Tensor, target: Tensor) -> Tensor:
-        small = replace(
-            problem,
-            rows=rows,
-            weight=plain.weight,
-            bias=plain.bias,
-            target=target,
-            class_weight=plain.class_weight,
-            form=form,
-            rows_at_once=AT_ONCE,
-        )
-        return linear_cross_entropy(small)
+        small = replace(problem, rows=rows, weight=plain.weight, bias=plain.bias, target=target)
+        return linear_cross_entropy(replace(small, class_weight=plain.class_weight, form=form, rows_at_once=AT_ONCE))
 
     trial = Trial(plain, (rows, target), with_gradients=with_gradients, samples=None)
     return trial.numbers(TrialSide(plain), TrialSide(in_pieces))

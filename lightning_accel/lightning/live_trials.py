@@ -79,14 +79,19 @@ class LiveTuning(TrainerTurns):
 
     @override
     def batch(self, batch: Any) -> None:
-        if not self.have_failed:
-            with self.ended_by_errors(self._engine):
-                super().batch(batch)
+        if self.have_failed:
+            return
+        try:
+            super().batch(batch)
+        except Exception as error:
+            self.end_after(error, self._engine)
 
     @override
     def next_turn(self) -> None:
-        with self.ended_by_errors(self._engine):
+        try:
             super().next_turn()
+        except Exception as error:
+            self.end_after(error, self._engine)
 
     @override
     def lose(self, name: str) -> None:

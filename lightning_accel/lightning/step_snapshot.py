@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_accel.lightning.private import logged_results
 
 Step = Callable[..., Any]
 
-# The first snapshots of a stage, and then one pair in so many, have the random streams of Python and NumPy.
+# The first snapshots, in training and in evaluation, and then a pair in so many have Python's and NumPy's streams.
 _WITH_OTHERS, _WITH_OTHERS_AGAIN = 8, 64
 _MOST_BYTES = 1 << 28  # of parameters: a trial's step copies up to three times as much and must not exhaust the memory
 
@@ -124,7 +123,7 @@ class SmallState:
         self._module, self._places = module, StatePlaces(module)
         self._sums: list[tuple[Tensor, int, int]] = []
         self._looks_left = 2 if self._places.large else 0
-        self._taken = Counter[Any]()  # snapshots of each stage
+        self._taken = [0, 0]  # snapshots in evaluation and in training
         self._others: dict[str, Any] = {}  # the states of Python's and NumPy's streams in the latest snapshot, if there
         self._draws_from_others = False
 
@@ -134,11 +133,12 @@ class SmallState:
         Most snapshots lack the streams of Python and NumPy, since reading these takes 0.1 ms, unless a step or its
         fetch has drawn from them.
         """
-        stage = self._module.trainer.state.stage
-        self._taken[stage] += 1
-        taken = self._taken[stage]
-        has_others = self._draws_from_others or taken <= _WITH_OTHERS or taken % _WITH_OTHERS_AGAIN < 2
-        snapshot = self.of_module(also, device, only_torchs_streams=not has_others)
+        is_training = self._module.training
+        taken = self._taken[is_training] = self._taken[is_training] + 1
+        if not (self._draws_from_others or taken <= _WITH_OTHERS or taken % _WITH_OTHERS_AGAIN < 2):
+            self._others = {}
+            return self.of_module(also, device)
+        snapshot = self.of_module(also, device, only_torchs_streams=False)
         if not self._draws_from_others:
             before, states = self._others, snapshot.random_states
             self._others = {name: states[name] for name in OTHERS.intersection(states)}
@@ -149,10 +149,8 @@ class SmallState:
         self, also: Iterable[Names] = (), device: torch.device | None = None, *, only_torchs_streams: bool = True
     ) -> StateSnapshot:
         """Takes a snapshot of the module's state now."""
-        module, places = self._module, self._places
-        return StateSnapshot(
-            module, Level.SMALL, device, places=places, also=also, only_torchs_streams=only_torchs_streams
-        )
+        module, places, less = self._module, self._places, only_torchs_streams
+        return StateSnapshot(module, Level.SMALL, device, places=places, also=also, only_torchs_streams=less)
 
     def versions(self) -> list[tuple[Tensor, int]]:
         """Returns the large tensors (a codebook, a queue), each with its number of writes."""

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,24 +84,20 @@ class Turns:
         """Whether there are trials that are not over."""
         return self.trials is not None and not self.trials.is_over
 
-    @contextmanager
-    def ended_by_errors(self, engine: Engine) -> Iterator[None]:
-        """Ends the trials, with all arms off, after an error of this library's own. The training goes on."""
-        try:
-            yield
-        except Exception as error:
-            if is_for_the_user(error) or has_ranks():  # other ranks would wait for this one
-                raise
-            self.have_failed = True
-            self.stop()
-            reason = f"between two steps, this library raised {one_line(error)}"
-            if self.trials is None:
-                set_choices(engine, engine.arms(), {})
-            else:
-                self.trials.end(lambda name: engine.revert_all(reason, name))
-            record = engine.report.of("tuning")
-            record.is_on, record.status = False, reason
-            engine.degrade(f"{reason}: it tries nothing more")
+    def end_after(self, error: Exception, engine: Engine) -> None:
+        """Ends the trials, with all arms off, after an error of this library's own. Raises any other error."""
+        if is_for_the_user(error) or has_ranks():  # other ranks would wait for this one
+            raise error
+        self.have_failed = True
+        self.stop()
+        reason = f"between two steps, this library raised {one_line(error)}"
+        if self.trials is None:
+            set_choices(engine, engine.arms(), {})
+        else:
+            self.trials.end(lambda name: engine.revert_all(reason, name))
+        record = engine.report.of("tuning")
+        record.is_on, record.status = False, reason
+        engine.degrade(f"{reason}: it tries nothing more")
 
     def step_begins(self, elements: int = 0, *, ends_epoch: bool = False) -> None:
         """Begins a step, with a batch of this many elements, perhaps the last one of an epoch."""
@@ -194,12 +189,14 @@ class LoopTuning:
         if self._engine.is_trying or self._quiet_steps < _QUIET_STEPS:
             self._quiet_steps += not self._engine.is_trying
             return
-        with turns.ended_by_errors(self._engine):
+        try:
             if turns.trials is None:
                 turns.start(self._trials())
             turns.step_ends()
             turns.next_turn()
             turns.step_begins()
+        except Exception as error:
+            turns.end_after(error, self._engine)
 
     def interrupt(self) -> None:
         """Excludes the current turn, since other work than training follows."""

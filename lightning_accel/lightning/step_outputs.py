@@ -30,6 +30,7 @@ from lightning_accel.techniques.layout_modes import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
 
 DRAWS_GOING_BACKWARD = "a hook on the backward pass draws random numbers, in the order of memory"
+_DRAWS_AFTERWARDS = "random numbers are drawn between the backward pass and the end of the optimizer's step"
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,18 @@ class StepOutputs(Layer):
         self._mended: set[str] = set()  # evaluation stages that are searched after every step
         self._looked_at: _Form | None = None  # the form of the current step, if it was searched
         self._leaving: dict[str, str] = {}  # techniques to revert before the next step, with reasons
-        self._has_drawn = False  # whether the latest backward pass has drawn random numbers, if that was looked at
+        self._draws: LayoutDraws | None = None  # random draws since the latest backward pass, if they are looked at
+        self._has_drawn = False  # whether that pass has drawn any
+        self._shows_after = True  # whether what follows the backward pass is shown the user's layout
         self._was_laid_out = False  # whether we laid out any step in channels_last
         self._is_cut = False  # whether the latest search stopped at its limit
         self._own: dict[int, Tensor] | None = None  # the user's tensors in such a form; kept, so that no id is reused
 
         # The user's hooks are shown weights in their own layout.
         companions = [_HooksLayer(self._module, self._memory_format)] if self._memory_format is not None else []
-        super().__init__([(self._module.trainer.strategy, STEPS), (self._precision, ("backward",))], companions)
+        stepping = [(self._module, ("optimizer_step",))] if companions else []
+        strategy = self._module.trainer.strategy
+        super().__init__([(strategy, STEPS), (self._precision, ("backward",)), *stepping], companions)
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -114,18 +119,32 @@ class StepOutputs(Layer):
     def around_backward(self, call: Call, *args: Any, **kwargs: Any) -> None:
         """Searches for tensors that backward hooks keep if the forward pass was searched, and for their random draws.
 
-        A gradient has the layout of its weight in memory, and so has the noise that is added to it.
+        A gradient has the layout of its weight in memory, and so has the noise that is added to it. So what follows the
+        backward pass sees the user's layout, unless nothing was drawn there up to the end of the first optimizer step.
         """
         if self._looked_at is None and self._memory_format is None:
             call(*args, **kwargs)
             return
-        draws = LayoutDraws(self._module.device) if self._engine.has("memory_format") else None
+        self._draws = LayoutDraws(self._module.device) if self._engine.has("memory_format") else None
         call(*args, **kwargs)
-        self._has_drawn = draws is not None and draws.have_moved()
+        self._has_drawn = self._draws is not None and self._draws.have_moved()
         if self._has_drawn and self._engine.has("memory_format"):
             self._leaving["memory_format"] = DRAWS_GOING_BACKWARD
+        elif self._memory_format is not None and self._shows_after and self._module.automatic_optimization:
+            self._memory_format.show()
         if self._looked_at is not None:
             self._leaving |= self._brought_to_plain(self._looked_at)
+
+    def around_optimizer_step(self, call: Call, *args: Any, **kwargs: Any) -> None:
+        """Looks for random draws of the user's own code, and of the optimizer, after the backward pass."""
+        call(*args, **kwargs)
+        draws, self._draws = self._draws, None
+        if draws is None or self._memory_format is None:
+            return
+        has_drawn = draws.have_moved()
+        if has_drawn and self._engine.has("memory_format") and not self._memory_format.is_shown:
+            self._leaving["memory_format"] = _DRAWS_AFTERWARDS
+        self._shows_after &= has_drawn
 
     def has_drawn_laid_out(self) -> bool:
         """Returns whether the latest backward pass has drawn random numbers while a layout may be on."""

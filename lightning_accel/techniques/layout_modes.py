@@ -62,7 +62,7 @@ class LayoutDraws:
     def __init__(self, device: torch.device, *, foresees: bool = False) -> None:
         self.has_drawn = False  # whether anything was drawn
         self.place = ""  # what drew numbers in the order of memory, and where; empty if nothing did
-        self.is_mended = True  # whether these are, all the same, the numbers that would have been drawn
+        self.kinds: set[str] = set()  # which functions have drawn for three dimensions or more, and where
         self._follows = WeakTensorKeyDictionary() if foresees else None
         self._read = [read for name, (read, _) in random_streams(device).items() if name in TORCHS]
         self._states = self._now()
@@ -77,7 +77,6 @@ class LayoutDraws:
         if self.have_moved() or isinstance(kwargs.get("generator"), torch.Generator):
             self.has_drawn = True
             if func not in _WITHOUT_ORDER and any(map(self._has_another_order, tensors)):
-                self.is_mended = False
                 self._note(func)
         if self._follows is not None and any(tensor in self._follows for tensor in tensors):
             self.follow(result)
@@ -85,9 +84,12 @@ class LayoutDraws:
 
     def draws_in_order(self, func: Any, args: Any) -> bool:
         """Whether a function is about to draw for a tensor that lies in another order."""
-        if self._follows is not None or getattr(func, "__name__", "") not in _IN_ORDER:
+        name = getattr(func, "__name__", "")
+        if self._follows is not None or name not in _IN_ORDER or not (args and isinstance(args[0], Tensor)):
             return False
-        return bool(args) and isinstance(args[0], Tensor) and self._has_another_order(args[0])
+        if _wide_dims(args[0]) > 2:
+            self.kinds.add(f"{users_line()} draws by {name}()")
+        return self._has_another_order(args[0])
 
     def drawn_in_order(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Has it draw for the tensor as it would lie, so that every element gets the number that is its own."""
@@ -115,7 +117,7 @@ class LayoutDraws:
         return [read() for read in self._read]
 
     def _has_another_order(self, tensor: Tensor) -> bool:
-        dims = sum(size > 1 for size in tensor.shape)  # with fewer than three, it lies the same way in both layouts
+        dims = _wide_dims(tensor)  # with fewer than three, it lies the same way in both layouts
         if self._follows is not None:
             return dims > 2 and (tensor in self._follows or isinstance(tensor, nn.Parameter))
         return dims > 1 and tensor.layout == torch.strided and not tensor.is_contiguous()
@@ -205,6 +207,10 @@ class LayoutRescue(TorchFunctionMode):
         frame = sys._getframe(2)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.place = self.place or f"{place} calls .{func.__name__}() on a tensor that channels_last {why}"
+
+
+def _wide_dims(tensor: Tensor) -> int:
+    return sum(size > 1 for size in tensor.shape)
 
 
 def _is_laid_out(tensor: Any) -> bool:

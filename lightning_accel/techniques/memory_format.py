@@ -147,9 +147,9 @@ class MemoryFormat(Technique):
         self._weights: list[WeightLayout] = []
         self._optimizers: OptimizerLayouts | None = None
         self._model = context.model
-        self._is_shown = False  # to code of the user's, in its own layout
-        self._rescued_stages: set[str] = set()
-        self._silent_stages: set[str] = set()  # whose first step has drawn no random number
+        self.is_shown = False  # to code of the user's, in its own layout
+        self._kinds: dict[str, set[str]] = {}  # what has drawn random numbers in the first step of a stage
+        self._silent_stages: set[str] = set()  # whose first step has drawn none
         self._is_decided = False
         self._refused_before_trial = ""
         # DistributedDataParallel lays its buckets out by what it finds: see WeightLayout.hold.
@@ -187,9 +187,9 @@ class MemoryFormat(Technique):
             weight.lays_input = self._is_decided
             if weight.is_part and weight.is_applied:
                 self.run.refuse(weight.site, _PART)
-        if stage not in self._rescued_stages:
+        if stage not in self._kinds:
             return self._rescued(stage)
-        return self._silent(stage) if stage in self._silent_stages else self._drawing()
+        return self._silent(stage) if stage in self._silent_stages else self._drawing(stage)
 
     @contextmanager
     def _rescued(self, stage: str) -> Iterator[None]:
@@ -197,11 +197,10 @@ class MemoryFormat(Technique):
         with eager_where_compiled(self._model), LayoutRescue(draws) as rescue:
             yield
         if self._is_decided:
-            self._rescued_stages.add(stage)
+            self._kinds[stage] = draws.kinds
             if not draws.has_drawn:
                 self._silent_stages.add(stage)
-        if not draws.is_mended:
-            self.run.spoilt = draws.place
+        self.run.spoilt = draws.place  # even if mended: in the user's own step the tensor may lie that way, too
         if draws.place or rescue.place:
             self._object(draws.place or rescue.place)
 
@@ -216,24 +215,33 @@ class MemoryFormat(Technique):
             self._object(self.run.spoilt)
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
+    def _drawing(self, stage: str) -> Iterator[None]:
         """Around a step of a stage that draws, though not, in its first step, for what lies otherwise."""
         draws = LayoutDraws(device_of(self._model))
         is_traced = any(map(is_compiled, self._model.modules()))  # what is compiled would be compiled anew for the mode
         with nullcontext() if is_traced else LayoutDrawsInOrder(draws):
             yield
-        if draws.place:
-            self._object(draws.place)
+        # What has not drawn before may draw for a tensor that is contiguous only in this layout.
+        if place := draws.place or next(
+            (f"{kind} for the first time" for kind in draws.kinds - self._kinds[stage]), ""
+        ):
+            self.run.spoilt = place
+            self._object(place)
 
     def shown(self) -> AbstractContextManager[Any]:
         """Around code of the user's between two steps, which sees weights, gradients and states as they are plain."""
-        is_needed = self._is_in_force() and not self._is_shown and not has_ranks()
+        is_needed = self._is_in_force() and not self.is_shown and not has_ranks()
         return LayoutShown(functools.partial(self._have_shown, True)) if is_needed else nullcontext()
 
+    def show(self) -> None:
+        """Has weights, gradients and states be as they are plain until the next step."""
+        if self._is_in_force() and not has_ranks():
+            self._have_shown(True)
+
     def _have_shown(self, is_shown: bool) -> None:
-        if is_shown == self._is_shown:
+        if is_shown == self.is_shown:
             return
-        self._is_shown = is_shown
+        self.is_shown = is_shown
         for weight in self._weights:
             (weight.show if is_shown else weight.resume)()
         self._match_optimizers()
@@ -284,7 +292,7 @@ class MemoryFormat(Technique):
         if isinstance(event, Decided):
             self._is_decided = True
         elif isinstance(event, Switched):
-            self._is_shown = False
+            self.is_shown = False
         elif isinstance(event, Settled) and has_ranks():
             for weight in self._weights:
                 if not weight.is_applied:

@@ -247,7 +247,8 @@ class _HooksLayer(Layer):
         kind, patched = type(trainer.profiler), vars(trainer.profiler).keys() & {"profile", "start", "stop"}
         does_nothing = is_lightnings(kind) and kind.__name__ == "PassThroughProfiler" and not patched
         self._nothing = nullcontext() if does_nothing else None  # in place of calls, of which a step has over twenty
-        super().__init__([(module, _hooks_of(module, LightningModule)), *profiler])
+        # Callbacks give their states to a checkpoint outside of the profiler's actions.
+        super().__init__([(module, _hooks_of(module, LightningModule)), (trainer, ("save_checkpoint",)), *profiler])
 
     @override
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +260,11 @@ class _HooksLayer(Layer):
         return nested(action, self._memory_format.shown()) if action_name in self._hooks else action
 
 
-_MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step")  # of a module, in addition to those named on_...
+_MORE_HOOKS = (
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "optimizer_zero_grad",
+)  # of a module, in addition to those named on_...
 
 
 def _hooks_of(owner: LightningModule | Callback, kind: Any) -> list[str]:

@@ -200,9 +200,10 @@ class MemoryFormat(Technique):
             self._kinds[stage] = draws.kinds
             if not draws.has_drawn:
                 self._silent_stages.add(stage)
-        self.run.spoilt = draws.place  # even if mended: in the user's own step the tensor may lie that way, too
-        if draws.place or rescue.place:
-            self._object(draws.place or rescue.place)
+        # Even if mended: the user's own tensor may lie that way in a plain step, and a view may be written to.
+        self.run.spoilt = place = draws.place or rescue.place
+        if place:
+            self._object(place)
 
     @contextmanager
     def _silent(self, stage: str) -> Iterator[None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -280,3 +282,41 @@ def test_weights_are_in_channels_last_in_every_step_though_hooks_look_at_them() 
     notes: list[int] = []
     run(Notes, AccelPlugin(precision="32-true", trust="checked", report=False), callbacks=[Looks()])
     assert set(notes[4:]) == {1}
+
+
+class WritesThroughAView(Net):
+    """What it writes to is a view of the activation in a plain run, and would be a view of a copy in channels_last."""
+
+    def features(self, x: Tensor) -> Tensor:
+        features = self.conv(x)
+        features.view(len(features), -1)[:, ::2] = 0.0
+        return self.activation(features)
+
+
+def test_a_step_that_writes_through_a_view_is_a_plain_one() -> None:
+    plain = run(WritesThroughAView, None)
+    model = run(WritesThroughAView, AccelPlugin(precision="32-true", report=False, trust="checked"))
+    torch.testing.assert_close(model.losses, plain.losses)
+
+
+class ReadsFlatGradients(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.norms = [float(p.grad.view(-1).norm()) for p in self.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+
+
+class StoresWeights(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.module = pl_module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"flat": torch.cat([parameter.data.view(-1) for parameter in self.module.parameters()])}
+
+
+def test_gradients_are_zeroed_and_callbacks_give_their_state_in_the_users_own_layout(tmp_path: Path) -> None:
+    plugin = AccelPlugin(precision="32-true", report=False, trust="checked")
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    model = run(ReadsFlatGradients, plugin, callbacks=[StoresWeights(), checkpoints], enable_checkpointing=True)
+    assert plugin.report.of("memory_format").is_on
+    assert len(model.norms) == 4
+    assert len([*tmp_path.iterdir()]) >= 3

@@ -59,10 +59,9 @@ def fit(model: LightningModule, plugin: AccelPlugin | None, steps: int = 8, **se
         max_epochs=2,
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **settings,
+        **{"enable_checkpointing": False, **settings},
     )
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), *([DataLoader(data, batch_size=8)]))
     return trainer

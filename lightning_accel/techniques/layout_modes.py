@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_accel.core.layout import FORMAT_NAMES, is_channels_last
 from lightning_accel.core.random_streams import TORCHS, random_streams
 from lightning_accel.core.torch_private.modes import without_function_modes
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.core.user_frames import users_line
 
@@ -176,6 +177,12 @@ class LayoutRescue(TorchFunctionMode):
         super().__init__()
         self._draws = draws
         self.place = ""  # where the user's code did so first, and what; empty if it did not
+        self._copies: list[Tensor] = []  # that code got in place of its images
+
+    @property
+    def is_written(self) -> bool:
+        """Whether code has written to a copy, which the image itself has not felt."""
+        return any(version_of(copy) for copy in self._copies if not copy.is_inference())
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +208,8 @@ class LayoutRescue(TorchFunctionMode):
                 return func(*args, **kwargs)
         else:
             return func(*args, **kwargs)
-        return func(args[0].contiguous(), *args[1:], **kwargs)
+        self._copies.append(copy := args[0].contiguous())
+        return func(copy, *args[1:], **kwargs)
 
     def _note(self, func: Any, why: str) -> None:
         frame = sys._getframe(2)

@@ -200,9 +200,9 @@ class MemoryFormat(Technique):
             self._kinds[stage] = draws.kinds
             if not draws.has_drawn:
                 self._silent_stages.add(stage)
-        # Even if mended: the user's own tensor may lie that way in a plain step, and a view may be written to.
-        self.run.spoilt = place = draws.place or rescue.place
-        if place:
+        # Even if the numbers are mended: in a plain step, the user's own tensor may lie that way, too.
+        self.run.spoilt = draws.place or (rescue.place if rescue.is_written else "")
+        if place := draws.place or rescue.place:
             self._object(place)
 
     @contextmanager

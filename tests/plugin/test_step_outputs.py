@@ -299,6 +299,21 @@ def test_a_step_that_writes_through_a_view_is_a_plain_one() -> None:
     torch.testing.assert_close(model.losses, plain.losses)
 
 
+class ReadsThroughAView(Net):
+    def features(self, x: Tensor) -> Tensor:
+        features = super().features(x)
+        self.mean = features.view(len(features), -1).mean()
+        return features
+
+
+def test_a_step_that_only_reads_through_a_view_runs_once() -> None:
+    plugin = AccelPlugin(precision="32-true", report=False, trust="checked")
+    model = run(ReadsThroughAView, plugin)
+    assert "calls .view()" in plugin.report.of("memory_format").status
+    assert not any("ran without memory_format" in note for note in plugin.report.notes)
+    assert len(model.losses) == 2 * 8
+
+
 class ReadsFlatGradients(Net):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         self.norms = [float(p.grad.view(-1).norm()) for p in self.parameters() if p.grad is not None]

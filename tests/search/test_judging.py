@@ -40,8 +40,9 @@ class SimulatedRun:
 
 
 def compared(original: float, candidate: float, *, worth: float = 0.0, seed: int = 0) -> Result:
-    noise = np.random.default_rng(seed)
-    sides = [SetupSide(cast(TrialRun, SimulatedRun(seconds, noise)), FACTS, 1) for seconds in (original, candidate)]
+    # Each side has its own noise. From one stream, the order of the sides, which is random, would decide.
+    runs = [SimulatedRun(seconds, np.random.default_rng((seed, i))) for i, seconds in enumerate((original, candidate))]
+    sides = [SetupSide(cast(TrialRun, run), FACTS, 1) for run in runs]
     return judged("candidate", *sides, PairTest(0.001, worth), 1e6)
 
 

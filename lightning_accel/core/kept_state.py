@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_accel.core.patch import is_edit
-from lightning_accel.core.tree import map_leaves
+from lightning_accel.core.tree import map_leaves, storage_of
 
 Names = dict[str, Any]
 """Names that a step may rebind: the attributes of an object or the buffers of a module."""
@@ -121,19 +121,23 @@ def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on:
     def again(tensor: Tensor) -> Callable[[], Tensor]:
         return functools.partial(_copied, _copied(tensor, copies_on), tensor.device)
 
-    parameters = [(p, p.data, again(p)) for p in module.parameters() if not is_lazy(p)]
+    # Without a reference to their memory: whoever is to move it asks whether others have one.
+    parameters = [(p, _address_of(p), again(p)) for p in module.parameters() if not is_lazy(p)]
     gradients = [
         (p, p.grad if copies_on is None else None, again(p.grad)) for p, *_ in parameters if p.grad is not None
     ]
     states = [(one.state, {p: map_leaves(again, each, Tensor) for p, each in one.state.items()}) for one in optimizers]
 
     def restore() -> Iterable[str]:
-        for parameter, data, value in parameters:
-            is_alike = (parameter.shape, parameter.dtype) == (data.shape, data.dtype)
-            if not is_alike or parameter.stride() == data.stride():  # else a layout edit was undone in the meantime
-                parameter.data = data
+        for parameter, address, value in parameters:
             parameter.grad = None
-            parameter.copy_(value())
+            before = value()
+            is_alike = (parameter.shape, parameter.dtype) == (before.shape, before.dtype)
+            # Other strides mean that a layout edit was undone in the meantime.
+            if is_alike and (parameter.stride() != before.stride() or _address_of(parameter) == address):
+                parameter.copy_(before)
+            else:
+                parameter.data = before
         for parameter, gradient, value in gradients:
             parameter.grad = value() if gradient is None else gradient.copy_(value())
         for state, before in states:
@@ -142,6 +146,11 @@ def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on:
         return ()
 
     return restore
+
+
+def _address_of(tensor: Tensor) -> int:
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage.data_ptr()
 
 
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:

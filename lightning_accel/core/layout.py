@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_accel.core.patch import MethodPatch, Patch
+from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.torch_private.modules import convolution_method
+from lightning_accel.core.torch_private.tensors import handles_on_storage
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
@@ -52,14 +54,13 @@ class WeightLayout(Patch):
     """Keeps a convolution's weights in channels_last. Values, shapes and the parameter objects stay the same.
 
     The convolution converts its own input. Batches stay as they are, since callbacks and the user's random draws see
-    them.
+    them. The weights follow an applied edit by :meth:`lay`, between two steps: then nobody but the user can hold them.
 
     Attributes:
-        lays_input: Whether inputs are converted. False in the step in which the weights were moved, because its
-            backward pass may recompute its forward.
+        lays_input: Whether inputs are converted. False in the step that decides on the layout, because its backward
+            pass may recompute its forward.
         convolution: The module.
-        strides: The previous strides of every parameter that was changed.
-        is_part: Whether a weight was left as it is, since it has become a part of a larger buffer.
+        strides: The previous strides of every parameter that is laid out.
     """
 
     settle = 1
@@ -71,16 +72,9 @@ class WeightLayout(Patch):
         self._parameters = [p for p in convolution.parameters() if p.dim() == dim]
         self._format = FORMATS[dim]
         self.strides: dict[nn.Parameter, tuple[int, ...]] = {}
-        self.is_part = False
-        self._is_shown = False
         self._is_held = False
         self._has_method = hasattr(convolution, convolution_method())  # transposed convolutions do not
         self._method = MethodPatch(site, "weight and input alike", convolution, convolution_method(), self._laid_out)
-
-    @override
-    def switch(self, variant: str) -> None:
-        self.resume()
-        super().switch(variant)
 
     def hold(self) -> None:
         """Computes on a contiguous copy of the weight, as after :meth:`undo`, but keeps the weight's layout.
@@ -90,7 +84,7 @@ class WeightLayout(Patch):
         gradient, without an error (torch 2.11 to 2.13).
         """
         if not self._is_held:
-            self._apply()
+            self.lay()
             self._method.apply()
             self._is_held = True
 
@@ -112,54 +106,55 @@ class WeightLayout(Patch):
 
         return convolve
 
-    def show(self) -> None:
-        """Restores the user's layout of the weights until :meth:`resume`, for code that looks at them between steps."""
-        if self.is_applied and not self._is_shown:
-            self._undo()
-            self._is_shown = True
-
-    def resume(self) -> None:
-        """Ends :meth:`show`."""
-        if self._is_shown:
-            self._is_shown = False
-            if self.is_applied:
-                self._apply()
+    def has_aliases(self) -> bool:
+        """Returns whether other tensors have the memory of a weight or its gradient, and would not follow it."""
+        tensors = [*self._parameters, *(p.grad for p in self._parameters if p.grad is not None)]
+        return any(is_part(tensor) for tensor in tensors) or any(is_aliased(p) for p in self._parameters)
 
     # Trials may run in inference mode. Tensors allocated there could never be trained again.
 
-    @override
     @torch.inference_mode(False)
-    def _apply(self) -> None:
-        self._is_held = False
+    def lay(self) -> None:
+        """Has the weights be in channels_last, until :meth:`show`."""
         for parameter in self._parameters:
-            if is_part(parameter):
-                self.is_part = True
-                continue
             converted = in_format(parameter.data, self._format)
             if converted.stride() == parameter.stride():
-                continue  # tied to a weight of another convolution, which keeps the strides
+                continue  # it is, or it is tied to a weight of another convolution, which keeps the strides
             self.strides[parameter] = parameter.stride()
             parameter.data = converted
             _match_gradient(parameter)
-        if self._has_method:
-            self._method.apply()
 
-    @override
     @torch.inference_mode(False)
-    def _undo(self) -> None:
-        self._method.undo()
+    def show(self) -> None:
+        """Has the weights be in the user's layout, for code that looks at them between steps."""
         for parameter, stride in self.strides.items():
-            if is_part(parameter):
-                self.is_part = True
-            else:
+            if not is_part(parameter):  # a step has made it one
                 parameter.data = with_strides(parameter.data, stride)
             _match_gradient(parameter)
         self.strides.clear()
 
+    @override
+    def _apply(self) -> None:
+        self._is_held = False
+        if self._has_method:
+            self._method.apply()
+        if has_ranks():  # DistributedDataParallel lays its buckets out by what it finds
+            self.lay()
 
-def is_part(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter is a part of a larger buffer, which would not follow it into another layout."""
-    return parameter.untyped_storage().nbytes() != parameter.nbytes
+    @override
+    def _undo(self) -> None:
+        self._method.undo()
+        self.show()
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a part of a larger buffer, which would not follow it into another layout."""
+    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def is_aliased(tensor: Tensor) -> bool:
+    """Returns whether anything else references a tensor's memory: ``tensor.data`` or a state_dict somebody keeps."""
+    return handles_on_storage(tensor.untyped_storage()) > 2  # the tensor, and the storage that is asked
 
 
 def _match_gradient(parameter: nn.Parameter) -> None:

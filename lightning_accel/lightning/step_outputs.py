@@ -99,6 +99,8 @@ class StepOutputs(Layer):
         is_laid_out = self._memory_format is not None and self._memory_format.acts()
         if not (is_cast or is_laid_out):
             return call(*args, **kwargs)
+        if is_laid_out and self._memory_format is not None:
+            self._memory_format.lay()
         form = _Form(self._precision.chosen_dtype if is_cast else None, is_laid_out)
         self._steps[stage] += 1
         self._was_laid_out |= form.is_laid_out

@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_accel.core.layout import FORMAT_NAMES, is_channels_last
 from lightning_accel.core.random_streams import TORCHS, random_streams
 from lightning_accel.core.torch_private.modes import without_function_modes
-from lightning_accel.core.torch_private.tensors import version_of
-from lightning_accel.core.tree import tensors_in
+from lightning_accel.core.torch_private.tensors import base_of, version_of
+from lightning_accel.core.tree import storage_of, tensors_in
 from lightning_accel.core.user_frames import users_line
 
 # These draw a number for each channel, or into memory of their own, whatever their input's strides are.
@@ -41,6 +41,8 @@ _VIEWS = (Tensor.view, Tensor.view_as)
 _STRIDED = (Tensor.as_strided, torch.as_strided)
 _QUESTIONS = (Tensor.is_contiguous, Tensor.stride)
 _MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
+# These return the memory that they are given, or a copy where its layout does not allow that.
+_COPYING = (Tensor.contiguous, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.ravel, torch.ravel)
 
 
 # What code may ask of a weight whose layout it does not care for.
@@ -177,12 +179,12 @@ class LayoutRescue(TorchFunctionMode):
         super().__init__()
         self._draws = draws
         self.place = ""  # where the user's code did so first, and what; empty if it did not
-        self._copies: list[Tensor] = []  # that code got in place of its images
+        self._copies: list[tuple[Tensor, str]] = []  # of images, that code got, each with where
 
     @property
-    def is_written(self) -> bool:
-        """Whether code has written to a copy, which the image itself has not felt."""
-        return any(version_of(copy) for copy in self._copies if not copy.is_inference())
+    def written(self) -> str:
+        """Where code got a copy to which it has written, unlike in the user's own layout; empty if nowhere."""
+        return next((place for copy, place in self._copies if not copy.is_inference() and version_of(copy)), "")
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,6 +193,8 @@ class LayoutRescue(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.as_strided and not args:  # the only one that takes its tensor by name: input=, x= or a=
             args = tuple(kwargs.pop(name) for name, value in [*kwargs.items()] if isinstance(value, Tensor))
+        if func in _COPYING and args and not _is_ours(sys._getframe(1)):
+            return self._own_or_copied(func, args, kwargs)
         if func not in (*_VIEWS, *_STRIDED, *_QUESTIONS, *_MEMORY) or not _is_laid_out(args[0]):
             return self._draws.call(func, args, kwargs)
         if func in _VIEWS:
@@ -208,13 +212,29 @@ class LayoutRescue(TorchFunctionMode):
                 return func(*args, **kwargs)
         else:
             return func(*args, **kwargs)
-        self._copies.append(copy := args[0].contiguous())
+        copy = args[0].contiguous()
+        self._copies.append((copy, self.place))
         return func(copy, *args[1:], **kwargs)
 
+    def _own_or_copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        is_copy = storage_of(result) is not storage_of(args[0])
+        place = _place(func, "lays out otherwise, and writes to the result")
+        if is_copy and _is_laid_out(args[0]):
+            self._copies.append((result, place))
+        elif not is_copy and _is_laid_out(base_of(args[0])) and args[0].is_contiguous():
+            result = func(args[0].clone(), *args[1:], **kwargs)  # as in the user's own layout
+            self._copies.append((result, place))
+        return result
+
     def _note(self, func: Any, why: str) -> None:
-        frame = sys._getframe(2)
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.place = self.place or f"{place} calls .{func.__name__}() on a tensor that channels_last {why}"
+        self.place = self.place or _place(func, why)
+
+
+def _place(func: Any, why: str) -> str:
+    frame = sys._getframe(3)
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{place} calls .{func.__name__}() on a tensor that channels_last {why}"
 
 
 def _wide_dims(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 
 from __future__ import annotations
 
-import functools
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -47,7 +47,7 @@ MemoryFormatSetting = Literal["auto", "off", "channels_last", "channels_last_3d"
 
 _CONVOLUTIONS = {4: (nn.Conv2d, nn.ConvTranspose2d), 5: (nn.Conv3d, nn.ConvTranspose3d)}
 
-_PART = "its weight is a part of a larger buffer"
+_ALIASED = "something else has the memory of its weight or gradient: a kept state_dict or .data, a larger buffer"
 
 # What it takes to compare the numbers of all convolutions. Those of one kind and shape are compared once.
 _STEPS_OF_ALL_KINDS = 6.0
@@ -99,7 +99,7 @@ def _why_not(convolution: nn.Module) -> str | None:
         if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
             return "its weight is shared with other processes"
         if parameter.dim() in FORMAT_NAMES and is_part(parameter):
-            return _PART
+            return _ALIASED
     if has_ranks() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
         return "on several ranks its layout could not be taken back in mid-run"
     return None
@@ -147,7 +147,7 @@ class MemoryFormat(Technique):
         self._weights: list[WeightLayout] = []
         self._optimizers: OptimizerLayouts | None = None
         self._model = context.model
-        self.is_shown = False  # to code of the user's, in its own layout
+        self._is_laid = False  # whether the weights of all applied edits are
         self._kinds: dict[str, set[str]] = {}  # what has drawn random numbers in the first step of a stage
         self._silent_stages: set[str] = set()  # whose first step has drawn none
         self._is_decided = False
@@ -182,11 +182,9 @@ class MemoryFormat(Technique):
     def step(self, stage: str) -> AbstractContextManager[Any]:
         if not self._is_in_force():
             return nullcontext()
-        self._have_shown(False)
+        self.lay()
         for weight in self._weights:
             weight.lays_input = self._is_decided
-            if weight.is_part and weight.is_applied:
-                self.run.refuse(weight.site, _PART)
         if stage not in self._kinds:
             return self._rescued(stage)
         return self._silent(stage) if stage in self._silent_stages else self._drawing(stage)
@@ -201,8 +199,8 @@ class MemoryFormat(Technique):
             if not draws.has_drawn:
                 self._silent_stages.add(stage)
         # Even if the numbers are mended: in a plain step, the user's own tensor may lie that way, too.
-        self.run.spoilt = draws.place or (rescue.place if rescue.is_written else "")
-        if place := draws.place or rescue.place:
+        self.run.spoilt = draws.place or rescue.written
+        if place := draws.place or rescue.place or rescue.written:
             self._object(place)
 
     @contextmanager
@@ -231,20 +229,37 @@ class MemoryFormat(Technique):
 
     def shown(self) -> AbstractContextManager[Any]:
         """Around code of the user's between two steps, which sees weights, gradients and states as they are plain."""
-        is_needed = self._is_in_force() and not self.is_shown and not has_ranks()
-        return LayoutShown(functools.partial(self._have_shown, True)) if is_needed else nullcontext()
+        return nullcontext() if self.is_shown or has_ranks() else LayoutShown(self.show)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether all weights are as the user knows them."""
+        return not any(weight.strides for weight in self._weights)
 
     def show(self) -> None:
         """Has weights, gradients and states be as they are plain until the next step."""
-        if self._is_in_force() and not has_ranks():
-            self._have_shown(True)
+        if not (self.is_shown or has_ranks()):
+            self._is_laid = False
+            for weight in self._weights:
+                weight.show()
+            self._match_optimizers()
 
-    def _have_shown(self, is_shown: bool) -> None:
-        if is_shown == self.is_shown:
+    def lay(self) -> None:
+        """Has them be laid out, at the beginning of a step, before anything of ours references their memory.
+
+        Where anything of the user's does, it would not follow, so that the layout stays as it is.
+        """
+        if self._is_laid or has_ranks():
             return
-        self.is_shown = is_shown
-        for weight in self._weights:
-            (weight.show if is_shown else weight.resume)()
+        self._is_laid = True
+        applied = [weight for weight in self._weights if weight.is_applied]
+        if any(weight.has_aliases() for weight in applied):
+            gc.collect()  # what only a cycle refers to is nobody's
+        for weight in applied:
+            if weight.has_aliases():
+                self.run.refuse(weight.site, _ALIASED)
+            else:
+                weight.lay()
         self._match_optimizers()
 
     def _object(self, reason: str) -> None:
@@ -292,14 +307,13 @@ class MemoryFormat(Technique):
     def on(self, event: Event) -> None:
         if isinstance(event, Decided):
             self._is_decided = True
-        elif isinstance(event, Switched):
-            self.is_shown = False
         elif isinstance(event, Settled) and has_ranks():
             for weight in self._weights:
                 if not weight.is_applied:
                     weight.hold()
                     self.run.watches_on = True  # checkpoints are to have the user's layout
         if isinstance(event, Settled | Switched):
+            self._is_laid = False
             self._match_optimizers()
 
     @property

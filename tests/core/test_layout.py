@@ -31,6 +31,13 @@ def conv() -> nn.Conv2d:
     return nn.Conv2d(3, 4, 3, padding=1)
 
 
+def laid(module: nn.Module) -> WeightLayout:
+    patch = WeightLayout("conv", module, 4)
+    patch.apply()
+    patch.lay()
+    return patch
+
+
 def test_strides_are_given_without_changing_values() -> None:
     x = torch.randn(2, 3, 4, 5)
     moved = with_strides(x, (60, 1, 15, 3))
@@ -42,8 +49,7 @@ def test_strides_are_given_without_changing_values() -> None:
 def test_a_weight_changes_its_layout_and_nothing_else() -> None:
     module = conv()
     weight, values = module.weight, module.weight.detach().clone()
-    patch = WeightLayout("conv", module, 4)
-    patch.apply()
+    patch = laid(module)
     assert is_channels_last(module.weight)
     assert module.weight is weight
     assert torch.equal(weight, values)
@@ -55,8 +61,7 @@ def test_a_weight_changes_its_layout_and_nothing_else() -> None:
 def test_a_gradient_follows_its_weight_both_ways() -> None:
     module = conv()
     module(torch.randn(1, 3, 4, 4)).sum().backward()
-    patch = WeightLayout("conv", module, 4)
-    patch.apply()
+    patch = laid(module)
     assert is_channels_last(module.weight.grad)
     patch.undo()
     assert module.weight.grad.is_contiguous()
@@ -66,9 +71,7 @@ def test_a_gradient_follows_its_weight_both_ways() -> None:
 def test_a_weight_tied_between_convolutions_returns_to_its_first_layout(in_reverse: bool) -> None:
     first, second = conv(), conv()
     second.weight = first.weight
-    patches = [WeightLayout("a", first, 4), WeightLayout("b", second, 4)]
-    for patch in patches:
-        patch.apply()
+    patches = [laid(first), laid(second)]
     assert [list(patch.strides.values()) for patch in patches] == [[(27, 9, 3, 1)], []]
     for patch in reversed(patches) if in_reverse else patches:
         patch.undo()
@@ -77,11 +80,9 @@ def test_a_weight_tied_between_convolutions_returns_to_its_first_layout(in_rever
 
 def test_weights_changed_under_inference_mode_can_still_be_trained() -> None:
     module = conv()
-    patch = WeightLayout("conv", module, 4)
     with torch.inference_mode():
-        patch.apply()
-        patch.undo()
-        patch.apply()
+        laid(module).undo()
+        laid(module)
     module(torch.randn(1, 3, 4, 4)).sum().backward()
     assert is_channels_last(module.weight.grad)
 
@@ -126,10 +127,9 @@ def test_a_run_that_changes_layouts_in_the_middle_equals_the_plain_one(make_opti
     train(plain, make_optimizer(plain.parameters()), range(6))
 
     optimizer = make_optimizer(module.parameters())
-    patch = WeightLayout("conv", module, 4)
     with matched(module, optimizer) as layouts:
         train(module, optimizer, range(2))
-        patch.apply()
+        patch = laid(module)
         layouts.match()
         train(module, optimizer, range(2, 4))
         patch.undo()
@@ -152,7 +152,7 @@ def test_a_contiguous_runs_optimizer_state_serves_a_channels_last_run(
     module = conv()
     second = make_optimizer(module.parameters())
     with matched(module, second) as layouts:
-        WeightLayout("conv", module, 4).apply()
+        laid(module)
         layouts.match()
         train(module, second, range(10, 10 + steps_before_loading))
         module.load_state_dict(weights)
@@ -165,7 +165,7 @@ def test_a_state_made_before_the_layouts_changed_is_matched_when_its_optimizer_i
     module = conv()
     optimizer = OPTIMIZERS["adamw fused"](module.parameters())
     train(module, optimizer, range(1))
-    WeightLayout("conv", module, 4).apply()
+    laid(module)
     with matched(module, optimizer):
         train(module, optimizer, range(1, 2))
         assert is_channels_last(optimizer.state[module.weight]["exp_avg"])
@@ -205,8 +205,7 @@ def test_closed_it_leaves_no_hook_behind() -> None:
 @pytest.mark.parametrize("keep_vars", [False, True])
 def test_a_checkpoint_gets_the_plain_layouts_and_what_is_in_use_keeps_its_own(keep_vars: bool) -> None:
     module = conv()
-    patch = WeightLayout("conv", module, 4)
-    patch.apply()
+    patch = laid(module)
     optimizer = OPTIMIZERS["adamw"](module.parameters())
     train(module, optimizer, range(2))
     weights = module.state_dict(keep_vars=keep_vars)
@@ -223,8 +222,7 @@ def test_a_checkpoint_gets_the_plain_layouts_and_what_is_in_use_keeps_its_own(ke
 def test_what_a_hook_saves_in_place_of_a_weight_is_left_alone(export: Callable[[Tensor], Any]) -> None:
     module = conv()
     module.register_state_dict_post_hook(lambda _, state, *__: state.update(weight=export(state["weight"])))
-    patch = WeightLayout("conv", module, 4)
-    patch.apply()
+    patch = laid(module)
     saved = module.state_dict()
     exported = saved["weight"]
     restore_layouts({"state_dict": saved}, module, [], patch.strides)
@@ -233,8 +231,7 @@ def test_what_a_hook_saves_in_place_of_a_weight_is_left_alone(export: Callable[[
 
 def test_a_checkpoint_without_some_of_its_parts_is_no_error() -> None:
     module = conv()
-    patch = WeightLayout("conv", module, 4)
-    patch.apply()
+    patch = laid(module)
     optimizer = OPTIMIZERS["adamw"](module.parameters())  # never stepped: no state
     for checkpoint in ({"state_dict": {}}, {"state_dict": {}, "optimizer_states": [optimizer.state_dict()]}):
         restore_layouts(checkpoint, module, [optimizer], patch.strides)

@@ -164,11 +164,11 @@ def test_a_layout_that_was_given_back_since_stays_the_users() -> None:
     model = nn.Conv2d(3, 4, 3)
     values, strides = model.weight.detach().clone(), model.weight.stride()
     layout = WeightLayout("", model, 4)
-    layout.apply()
+    layout.lay()
     snapshot = StateSnapshot(model, Level.TRAINING)
     with torch.no_grad():
         model.weight.add_(1)
-    layout.undo()
+    layout.show()
     snapshot.restore()
     assert model.weight.stride() == strides
     assert torch.equal(model.weight, values)

@@ -284,36 +284,6 @@ def test_weights_are_in_channels_last_in_every_step_though_hooks_look_at_them() 
     assert set(notes[4:]) == {1}
 
 
-class WritesThroughAView(Net):
-    """What it writes to is a view of the activation in a plain run, and would be a view of a copy in channels_last."""
-
-    def features(self, x: Tensor) -> Tensor:
-        features = self.conv(x)
-        features.view(len(features), -1)[:, ::2] = 0.0
-        return self.activation(features)
-
-
-def test_a_step_that_writes_through_a_view_is_a_plain_one() -> None:
-    plain = run(WritesThroughAView, None)
-    model = run(WritesThroughAView, AccelPlugin(precision="32-true", report=False, trust="checked"))
-    torch.testing.assert_close(model.losses, plain.losses)
-
-
-class ReadsThroughAView(Net):
-    def features(self, x: Tensor) -> Tensor:
-        features = super().features(x)
-        self.mean = features.view(len(features), -1).mean()
-        return features
-
-
-def test_a_step_that_only_reads_through_a_view_runs_once() -> None:
-    plugin = AccelPlugin(precision="32-true", report=False, trust="checked")
-    model = run(ReadsThroughAView, plugin)
-    assert "calls .view()" in plugin.report.of("memory_format").status
-    assert not any("ran without memory_format" in note for note in plugin.report.notes)
-    assert len(model.losses) == 2 * 8
-
-
 class ReadsFlatGradients(Net):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         self.norms = [float(p.grad.view(-1).norm()) for p in self.parameters() if p.grad is not None]

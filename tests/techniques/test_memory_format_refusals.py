@@ -253,7 +253,7 @@ def sliced() -> nn.Module:
         (compiled, "inside a compiled module"),
         (lambda: nn.Sequential(torch.compile(TinyCNN(), backend="eager")), "inside a compiled module"),
         (in_shared_memory, "shared with other processes"),
-        (sliced, "part of a larger buffer"),
+        (sliced, "something else has the memory of its weight"),
     ],
     ids=["lazy", "compiled in place", "compiled wrapper", "shared memory", "sliced"],
 )

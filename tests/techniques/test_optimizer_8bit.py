@@ -156,7 +156,7 @@ def test_moments_stay_in_8_bits_when_their_weight_changes_its_layout() -> None:
     strides = [moment.stride() for moment in packed(optimizer)]
     layouts = OptimizerLayouts(model.parameters())
     layouts.watch(optimizer)
-    WeightLayout("", model, 4).apply()
+    WeightLayout("", model, 4).lay()
     layouts.match()
     assert len(strides) == 2
     assert [moment.stride() for moment in packed(optimizer)] == strides

@@ -73,6 +73,16 @@ def without_its_collection() -> AbstractContextManager[None]:
     return temporarily(functools.partial(getattr, config, name), functools.partial(setattr, config, name), False)
 
 
+def draws_by_numpy(graph: GraphModule) -> bool:
+    """Returns whether a captured graph draws in NumPy's place, from torch's random stream, as since torch 2.1.
+
+    Dynamo wraps torch's version of the function in an object that has it as ``f``. Without that name: False, and both
+    random streams differ.
+    """
+    functions = (getattr(node.target, "f", None) for node in graph.graph.nodes)
+    return any(getattr(function, "__module__", "").endswith("numpy.random") for function in functions)
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the compiled call of ``module.compile()``: ``_compiled_call_impl``, torch 2.0. No public name tells."""
     return module._compiled_call_impl

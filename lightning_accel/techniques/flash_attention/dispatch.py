@@ -156,7 +156,8 @@ class Dispatch(PausedPatch):
             if type(error).__module__ == "torch.utils.checkpoint":  # which ends a recomputation by it
                 raise
             # An error of the user's own code comes out of the original, as it always did.
-            return original(self.attention.module, *args, **kwargs), one_line(error)
+            reason = one_line(getattr(error, "inner_exception", error))  # which Dynamo has put another one around
+            return original(self.attention.module, *args, **kwargs), reason
 
     def _first_call(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Computes the first call of a class of shapes, and decides where later ones go."""

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -243,6 +244,20 @@ def test_layers_that_share_their_code_keep_their_own_dropout_rates() -> None:
     for p in (0.1, 0.3, 0.2):
         run(HandWrittenSite("attention", DropsWeights(p), shared), x, recorder)
     assert [call.dropout_p for call in recorder.calls] == pytest.approx([0.1, 0.3, 0.2])
+
+
+class DrawsByNumpy(nn.Module):
+    """Dynamo would draw by torch in NumPy's place: the run would go on with other numbers of both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.mT + torch.from_numpy(np.random.rand(16, 16)).float()
+        return scores.softmax(-1) @ x
+
+
+def test_a_module_that_draws_by_numpy_is_not_captured() -> None:
+    site, x = HandWrittenSite("attention", DrawsByNumpy()), torch.randn(2, 16, 8)
+    with pytest.raises(Exception, match="it draws by NumPy"):
+        run(site, x)
 
 
 # -- what runs around it -------------------------------------------------------------------------------------------

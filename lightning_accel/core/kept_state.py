@@ -131,13 +131,13 @@ def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on:
     def restore() -> Iterable[str]:
         for parameter, address, value in parameters:
             parameter.grad = None
-            before = value()
-            is_alike = (parameter.shape, parameter.dtype) == (before.shape, before.dtype)
+            kept = value()
+            is_alike = (parameter.shape, parameter.dtype) == (kept.shape, kept.dtype)
             # Other strides mean that a layout edit was undone in the meantime.
-            if is_alike and (parameter.stride() != before.stride() or _address_of(parameter) == address):
-                parameter.copy_(before)
+            if is_alike and (parameter.stride() != kept.stride() or _address_of(parameter) == address):
+                parameter.copy_(kept)
             else:
-                parameter.data = before
+                parameter.data = kept
         for parameter, gradient, value in gradients:
             parameter.grad = value() if gradient is None else gradient.copy_(value())
         for state, before in states:

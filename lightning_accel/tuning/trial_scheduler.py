@@ -32,7 +32,7 @@ MIN_TURNS = 60
 """The least number of turns. A shorter run is too short for trials: earlier runs or the rules decide for it."""
 
 AUDIT = "audit"
-_WATCH_EVERY = 100  # turns of a settled run between two pairs
+_WATCH_EVERY = 100  # turns of a settled run before its first pair; longer after pairs in a row that plain has lost
 _HEAD_START = 50  # turns of a long run with a proven plan before its audit, if the plan is faster in a first test
 _ENDLESS = 1e9  # turns
 _MAX_PAIRS = 200  # of one comparison, in the longest runs
@@ -216,10 +216,10 @@ class Questions:
     def _watch(self) -> Course:
         """Watches a settled run: runs a pair of turns now and then, and an audit if only its steps became slower."""
         self._latest = LatestTimes()
-        test, proven = PairTest(ALPHA), None
+        test, proven, lost = PairTest(ALPHA), None, 0
         while len(test) < _MAX_PAIRS:
             has_drifted = False
-            for turn in range(_WATCH_EVERY):
+            for turn in range(_WATCH_EVERY * (1 + lost)):
                 yield None
                 if turn % LATEST == 0 and (has_drifted := self._latest.have_drifted):
                     break
@@ -243,6 +243,7 @@ class Questions:
             if result.is_won:
                 self._say("the plain run has become faster than what holds, which is tried against it again")
                 break
+            lost = 0 if test.log_ratios[-1] > 0 else lost + 1
         else:
             return
         yield from self._settled_by(self._audit(proven))

@@ -107,10 +107,10 @@ def test_layouts_go_there_and_back_with_the_optimizers_state(determinism_restore
     arms = {arm.name: arm for arm in handle.engine.arms()}
     for choice, last in ((OFF, False), ("on", True), (OFF, False)):
         arms["memory_format"].choose(choice)
-        assert weight.is_contiguous(memory_format=torch.channels_last) is last
-        assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
         step(handle, model)
         optimizer.step()
+        assert weight.is_contiguous(memory_format=torch.channels_last) is last
+        assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
     handle.undo()
 
 

@@ -30,6 +30,13 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
 
 
+def may_be_laid_out(tensor: Tensor) -> bool:
+    """Returns whether a tensor lies as an image in channels_last does, as one image of several or its rows do."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or not 3 <= tensor.dim() <= 5 or tensor.is_contiguous():
+        return False
+    return any(tensor.movedim(channels, -1).is_contiguous() for channels in (0, 1))
+
+
 def in_format(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
     """Returns ``tensor`` in a channels_last format, with the strides by which operators recognise the format.
 

@@ -6,9 +6,8 @@ https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,14 +25,13 @@ from lightning_accel.core.layout import (
     FORMAT_NAMES,
     OptimizerLayouts,
     WeightLayout,
+    is_aliased,
     is_channels_last,
     is_part,
     reads_by_layout,
 )
-from lightning_accel.core.live_tensors import held_tensors
 from lightning_accel.core.patch import Patch, PatchSet
 from lightning_accel.core.ranks import has_ranks
-from lightning_accel.core.tree import storage_of
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.layout_modes import LayoutDraws, LayoutDrawsInOrder, LayoutRescue, LayoutShown
@@ -58,7 +56,6 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: b
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[Patch] = []
     laid_out = [name for name, parameter in model.named_parameters() if is_channels_last(parameter)]
-    looked_into = _looked_into(model)
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
@@ -72,21 +69,10 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: b
             continue
         unmade = "the model has lazy parameters: run it once before, and they will be there"
         reason = unmade if is_unmade else _why_not(module)
-        for ways in (looked_into.get(storage_of(p), ()) for p in module.parameters(recurse=False)):
-            reason = reason or (f"{' and '.join(ways)} have their memory in common" if len(ways) > 1 else None)
         if is_inside_compiled(model, site):
             reason = "inside a compiled module: the compiler chooses layouts itself"
         claims.append(Site(site, why_not=reason) if reason else WeightLayout(site, module, dim))
     return claims
-
-
-def _looked_into(model: nn.Module) -> dict[Any, list[str]]:
-    """Whose memory the tensors of a model are, by the ways to them: a view of a weight would not follow it."""
-    found: defaultdict[Any, list[str]] = defaultdict(list)
-    with suppress(LookupError):
-        for way, tensor in held_tensors(("self", model)):
-            found[storage_of(tensor)].append(way)
-    return found
 
 
 def _why_not(convolution: nn.Module) -> str | None:
@@ -98,7 +84,7 @@ def _why_not(convolution: nn.Module) -> str | None:
             return f"its weight is a {kind}, whose layout is not ours to change"
         if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
             return "its weight is shared with other processes"
-        if parameter.dim() in FORMAT_NAMES and is_part(parameter):
+        if parameter.dim() in FORMAT_NAMES and (is_part(parameter) or is_aliased(parameter)):
             return _ALIASED
     if has_ranks() and type(convolution).forward not in (nn.Conv2d.forward, nn.Conv3d.forward):
         return "on several ranks its layout could not be taken back in mid-run"

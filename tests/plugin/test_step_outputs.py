@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,27 @@ def test_weights_are_in_channels_last_in_every_step_though_hooks_look_at_them() 
     notes: list[int] = []
     run(Notes, AccelPlugin(precision="32-true", trust="checked", report=False), callbacks=[Looks()])
     assert set(notes[4:]) == {1}
+
+
+class KeepsAPart(Net):
+    """Keeps one image, or the rows of all, for a picture that is drawn later."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.kept = part, torch.empty(0)
+
+    def features(self, x: Tensor) -> Tensor:
+        features = super().features(x)
+        self.kept = self.part(features.detach())
+        return features
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept.view(-1)
+
+
+@pytest.mark.parametrize("part", [lambda images: images[0], lambda images: images.flatten(2)], ids=["one", "rows"])
+def test_a_part_of_an_image_is_kept_in_the_users_own_layout(part: Callable[[Tensor], Tensor]) -> None:
+    run(lambda: KeepsAPart(part), AccelPlugin(precision="32-true", report=False, trust="checked"))
 
 
 class ReadsFlatGradients(Net):

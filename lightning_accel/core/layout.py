@@ -24,15 +24,10 @@ FORMAT_NAMES = {4: "channels_last", 5: "channels_last_3d"}
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Returns whether a tensor is in channels_last or channels_last_3d and is not contiguous as well."""
-    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.dim() not in FORMATS or tensor.is_contiguous():
+    """Returns whether a tensor lies in memory as images in channels_last do, or as one of them or their rows do."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return False
-    return tensor.is_contiguous(memory_format=FORMATS[tensor.dim()])
-
-
-def may_be_laid_out(tensor: Tensor) -> bool:
-    """Returns whether a tensor lies as an image in channels_last does, as one image of several or its rows do."""
-    if is_lazy(tensor) or tensor.layout != torch.strided or not 3 <= tensor.dim() <= 5 or tensor.is_contiguous():
+    if not 3 <= tensor.dim() <= 5 or tensor.is_contiguous():
         return False
     return any(tensor.movedim(channels, -1).is_contiguous() for channels in (0, 1))
 
@@ -64,8 +59,8 @@ class WeightLayout(Patch):
     them. The weights follow an applied edit by :meth:`lay`, between two steps: then nobody but the user can hold them.
 
     Attributes:
-        lays_input: Whether inputs are converted. False in the step that decides on the layout, because its backward
-            pass may recompute its forward.
+        lays_input: Whether inputs are converted. False in the step that decides on the layout: its backward pass may
+            recompute its forward.
         convolution: The module.
         strides: The previous strides of every parameter that is laid out.
     """

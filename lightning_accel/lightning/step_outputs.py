@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_accel.core.layout import may_be_laid_out
+from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
 from lightning_accel.core.tree import map_tensors, tensors_in
@@ -49,12 +49,12 @@ class _Form:
         """Returns the technique that brought a tensor into this form; None if the tensor is not in it."""
         if tensor.dtype == self.dtype:
             return "precision"
-        return "memory_format" if self.is_laid_out and may_be_laid_out(tensor) else None
+        return "memory_format" if self.is_laid_out and is_channels_last(tensor) else None
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Returns the tensor in its plain form. Autocast makes 16-bit tensors from float32 only."""
         tensor = tensor.float() if tensor.dtype == self.dtype else tensor
-        return tensor.contiguous() if self.is_laid_out and may_be_laid_out(tensor) else tensor
+        return tensor.contiguous() if self.is_laid_out and is_channels_last(tensor) else tensor
 
 
 class StepOutputs(Layer):

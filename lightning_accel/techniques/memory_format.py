@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -55,7 +56,7 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: b
     """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[Patch] = []
-    laid_out = [name for name, parameter in model.named_parameters() if is_channels_last(parameter)]
+    laid_out = [name for name, p in model.named_parameters() if is_channels_last(p) and p.dim() in FORMAT_NAMES]
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)
@@ -237,10 +238,12 @@ class MemoryFormat(Technique):
         """
         if self._is_laid or has_ranks():
             return
-        self._is_laid = True
         applied = [weight for weight in self._weights if weight.is_applied]
         if any(weight.has_aliases() for weight in applied):
+            if not torch.is_grad_enabled():
+                return  # callbacks put averages in place of weights for an evaluation, and take them back
             gc.collect()  # what only a cycle refers to is nobody's
+        self._is_laid = True
         for weight in applied:
             if weight.has_aliases():
                 self.run.refuse(weight.site, _ALIASED)

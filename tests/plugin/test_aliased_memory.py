@@ -44,6 +44,41 @@ def test_weights_are_followed_by_what_a_callback_keeps_of_them(got_in: str, by: 
     assert "something else has the memory" in plugin.report.of("memory_format").status
 
 
+class EvaluatesAverages(Callback):
+    """Puts its averages in place of the weights for every validation, and the weights back."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.averages = {name: weight.data.clone() for name, weight in pl_module.named_parameters()}
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        for name, weight in pl_module.named_parameters():
+            self.averages[name] = torch.lerp(self.averages[name], weight.data, 0.3)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights = {name: weight.data for name, weight in pl_module.named_parameters()}
+        for name, weight in pl_module.named_parameters():
+            weight.data = self.averages[name]
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for name, weight in pl_module.named_parameters():
+            weight.data = self.weights[name]
+        self.weights = {}
+
+
+def test_averages_may_take_the_place_of_weights_for_an_evaluation() -> None:
+    plain, averages = EvaluatesAverages(), EvaluatesAverages()
+    run(Net, None, callbacks=[plain])
+    plugin = AccelPlugin(precision="32-true", report=False, trust="checked")
+    run(Net, plugin, callbacks=[averages])
+    torch.testing.assert_close(averages.losses, plain.losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(averages.averages, plain.averages, rtol=1e-4, atol=1e-5)
+    assert plugin.report.of("memory_format").is_on
+
+
 class LeavesACycle(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found: list[Any] = [pl_module.state_dict()]

@@ -79,7 +79,7 @@ class Capture:
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:
         self.graphs += 1
         if draws_by_numpy(graph):
-            raise NotImplementedError("it draws by NumPy, for which a capture would draw by torch")
+            raise RuntimeError("it draws by NumPy, for which a capture would draw by torch")
         self.findings += fuse_attention(graph, self._compute)
         forward = GraphModule(graph, graph.graph).forward  # Dynamo's own compiles lazily, through three more calls
 

@@ -136,7 +136,7 @@ def _facts(host: Host) -> dict[str, str]:
         "device": host.described,
         "memory": _memory(host),
         "CPU cores": f"{usable_cores()} usable of {os.cpu_count() or 1}, torch computes on {torch.get_num_threads()}",
-        "bfloat16": "native" if host.native_bf16 else "not native" if is_known else "not known",
+        "bfloat16": "fast" if host.native_bf16 else "not fast" if is_known else "not known",
         "compiler": host.compiler or "none",
         "allocator": _allocator(host),
         "attention backends": ", ".join(backend.name for backend in installed_backends(host)),

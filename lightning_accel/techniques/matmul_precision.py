@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.host import Host
+from lightning_accel.core.host import NO_FAST_BF16, Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import graphs_captured
@@ -47,7 +47,7 @@ def why_not_on(host: Host) -> str:
     if host.kind == "cpu":
         if host.native_bf16:
             return "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16"
-        return "this CPU has neither AVX512-BF16 nor AMX: oneDNN would emulate bfloat16, and be slower"
+        return NO_FAST_BF16
     return f"not measured on {host.kind}"
 
 

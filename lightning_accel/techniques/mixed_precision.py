@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.core.host import Host
+from lightning_accel.core.host import NO_FAST_BF16, Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.report import Report
 from lightning_accel.techniques.arms import OFF, Arm, Live
@@ -44,14 +44,14 @@ def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[ResolvedPr
         if setting != "32-true" and host.kind in ("mps", "xla"):
             remark = f"; not measured on {host.kind} yet"
         elif setting == "bf16-mixed" and not host.native_bf16:
-            remark = f"; {host.device_name} only emulates bfloat16, expect no speed"
+            remark = f"; {host.device_name} is no faster in bfloat16 than in float32"
         return setting, f"as asked{remark}"
     if host.native_bf16 and host.kind in ("cuda", "rocm", "cpu"):
         return "bf16-mixed", "the device computes in bfloat16 natively"
     if host.kind in ("cuda", "rocm"):
         return "16-mixed", "the device has no native bfloat16: float16 with a gradient scaler"
     if host.kind == "cpu":
-        return "32-true", "this CPU has neither AVX512-BF16 nor AMX: bfloat16 would be emulated, and slower"
+        return "32-true", NO_FAST_BF16
     return "32-true", f"not measured on {host.kind} yet; set precision='bf16-mixed' to try it"
 
 

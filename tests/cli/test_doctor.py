@@ -105,7 +105,7 @@ def test_says_which_plugin_a_trainer_takes_on_a_tpu() -> None:
 
 def test_claims_nothing_of_a_device_that_cannot_be_asked() -> None:
     assert doctor.examine(APPLE).facts["bfloat16"] == "not known"
-    assert doctor.examine(OLD_CPU).facts["bfloat16"] == "not native"
+    assert doctor.examine(OLD_CPU).facts["bfloat16"] == "not fast"
 
 
 def test_an_amd_card_is_described_by_its_architecture() -> None:

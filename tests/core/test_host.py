@@ -40,18 +40,23 @@ def test_machines_it_cannot_ask_are_named_and_promise_nothing(device: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "is_native"),
+    ("name", "capabilities", "is_native"),
     [
-        ({"avx512_bf16": True}, True),
-        ({"amx_bf16": True, "avx512_bf16": False}, True),
-        ({"avx2": True}, False),
-        ({}, False),
+        ("AMD EPYC", {"avx512_bf16": True}, True),
+        ("AMD EPYC", {"avx512_bf16": True, "avx512_fp16": True}, True),
+        ("Intel Xeon", {"avx512_bf16": True}, True),
+        ("Intel Xeon", {"avx512_bf16": True, "avx512_fp16": True}, False),
+        ("Intel Xeon", {"avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, True),
+        ("Intel Xeon", {"amx_bf16": True, "avx512_bf16": False}, True),
+        ("AMD EPYC", {"avx2": True}, False),
+        ("", {}, False),
     ],
 )
-def test_bfloat16_is_native_with_avx512_bf16_or_amx(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], is_native: bool
+def test_bfloat16_is_native_with_amx_or_avx512_bf16_but_not_where_a_virtual_machine_hides_amx(
+    monkeypatch: pytest.MonkeyPatch, name: str, capabilities: dict[str, bool], is_native: bool
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr(host_module, "_cpu_name", lambda: name)
     assert Host.detect("cpu").native_bf16 is is_native
 
 

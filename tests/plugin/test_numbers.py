@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.host import Host
 from lightning_accel.settings import Plan
 from support.lightning_models import Supervised, Transformer, cnn, images, tokens
 
@@ -102,8 +103,7 @@ def test_auto_becomes_known_when_the_run_starts(make_trainer: MakeTrainer) -> No
     plugin = AccelPlugin()
     trainer = make_trainer(plugins=[plugin])
     trainer.fit(Supervised(cnn()), images())
-    capable = torch.cpu.get_capabilities()
-    expected = "bf16-mixed" if capable.get("avx512_bf16") or capable.get("amx_bf16") else "32-true"
+    expected = "bf16-mixed" if Host.detect("cpu").native_bf16 else "32-true"
     assert trainer.precision == expected
     assert isinstance(plugin, MixedPrecision) == (expected != "32-true")
 

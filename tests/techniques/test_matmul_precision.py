@@ -98,7 +98,7 @@ def test_a_card_with_tf32_has_both_by_name(value: str) -> None:
     ("host", "value", "reason"),
     [
         (T4, "high", "has no TF32"),
-        (AVX2_CPU, "medium", "neither AVX512-BF16 nor AMX"),
+        (AVX2_CPU, "medium", "neither AMX nor a fast AVX512-BF16"),
         (AMX_CPU, "high", "precision.matmul='medium'"),
         (MI300, "high", "not measured on rocm"),
     ],
@@ -112,7 +112,7 @@ def test_what_the_machine_lacks_is_said_with_the_reason(host: Host, value: str, 
 
 def test_by_default_nobody_is_warned_of_what_the_machine_lacks() -> None:
     handle = started(AVX2_CPU)
-    assert "neither AVX512-BF16 nor AMX" in handle.report.of("matmul_precision").status
+    assert "neither AMX nor a fast AVX512-BF16" in handle.report.of("matmul_precision").status
     handle.undo()
 
 

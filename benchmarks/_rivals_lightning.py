@@ -73,7 +73,7 @@ def fit(training: Training, *, kind: type[Module] = Module, is_compiled: bool = 
 
 
 def fit_by_hand(training: Training) -> None:
-    """The same with an expert's changes, and bfloat16 where the machine has it in hardware."""
+    """The same with an expert's changes, and bfloat16 where the machine is faster in it."""
     fit(training, kind=ByHand, precision="bf16-mixed" if training.has_bf16 else "32-true")
 
 

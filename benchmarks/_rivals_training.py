@@ -104,7 +104,7 @@ class Training:
         batches: Of inputs and labels, on the CPU.
         steps: In all.
         device: ``"cpu"`` or ``"cuda"``.
-        has_bf16: Whether the device has bfloat16 in hardware.
+        has_bf16: Whether the device is faster in bfloat16.
         folder: For what a program writes.
         notes: For what it has to tell.
     """

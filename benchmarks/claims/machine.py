@@ -39,7 +39,8 @@ def title(about: Mapping[str, Any]) -> str:
     """Of a column: ``"AMD EPYC, AVX2, 2 cores, no bfloat16 in hardware"``."""
     parts = [about["device"], about["instructions"]]
     parts += [f"{about['cores']} cores"] if about["kind"] == "cpu" else []
-    parts += [f"{'' if about['native_bf16'] else 'no '}bfloat16 in hardware"]
+    lacks = "slower in bfloat16" if "BF16" in about["instructions"] else "no bfloat16 in hardware"
+    parts += ["bfloat16 in hardware" if about["native_bf16"] else lacks]
     return ", ".join(part for part in parts if part)
 
 

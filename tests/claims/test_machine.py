@@ -18,6 +18,7 @@ def test_two_processors_of_one_name_have_two() -> None:
     assert (slug(AMD), slug(newer)) == ("amd-epyc-avx2-2-cores", "amd-epyc-avx512-bf16-2-cores")
     assert title(AMD) == "AMD EPYC, AVX2, 2 cores, no bfloat16 in hardware"
     assert title(newer) == "AMD EPYC, AVX512-BF16, 2 cores, bfloat16 in hardware"
+    assert title({**newer, "native_bf16": False}) == "AMD EPYC, AVX512-BF16, 2 cores, slower in bfloat16"
 
 
 @pytest.mark.parametrize(

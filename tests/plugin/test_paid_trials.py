@@ -103,6 +103,27 @@ def test_a_trial_that_is_too_dear_for_the_first_100_steps_waits(
     assert 160 <= tried.tried_at[0] <= 170
 
 
+def test_what_a_faster_optimizer_may_earn_does_not_wait_for_it(
+    tried: type[Tried], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=8.0))
+    edited_at: list[int] = []
+
+    class Notes(Beginner):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.trainer.precision_plugin.report.of("optimizer").is_on:
+                edited_at.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    with begun(2.0) as time:
+        tried.time = time
+        fit(Notes(time), 700, accel={"optimizer": "auto"})
+    assert edited_at[0] < 10
+
+
 class CutShort(Tried):
     """The first trial is not paid to its end."""
 

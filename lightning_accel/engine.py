@@ -199,12 +199,7 @@ class Engine:
     @property
     def is_at_work(self) -> bool:
         """Whether a technique has something to do, or may have once there are optimizers."""
-        return bool(self._at_work) or self.edits_optimizers
-
-    @property
-    def edits_optimizers(self) -> bool:
-        """Whether a technique may make optimizers faster, which takes no trial of parts."""
-        return any(run.traits.edits_optimizers for run in self._active)
+        return bool(self._at_work) or any(run.traits.edits_optimizers for run in self._active)
 
     @property
     def is_trying(self) -> bool:

@@ -270,8 +270,6 @@ class PlainStart:
             return {}
         expected = run.engine.costs_s(step_s).items()
         costs_s = {name: max(cost_s, purse.owed_s.get(name, 0.0)) for name, cost_s in expected}
-        if not purse.owed_s:
-            self._wins_untried |= run.engine.edits_optimizers
         is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         most_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn

@@ -208,7 +208,7 @@ def _figures(name: str) -> Iterator[str]:
                 found = True
                 places = figures.columns or range(len(record["columns"]))
                 table = markdown(*_chosen(record["columns"], rows, places))
-                yield f"`{record['command']}` on {_where(record['machine'])}:\n\n{table}"
+                yield f"`{record['command']}` on {where(record['machine'])}:\n\n{table}"
     if found:
         yield "What the columns mean, and all other figures: [results by machine](../results/README.md)."
     else:
@@ -221,6 +221,7 @@ def _chosen(
     return [columns[place] for place in places], [[row[place] for place in places] for row in rows]
 
 
-def _where(machine: dict[str, Any]) -> str:
+def where(machine: dict[str, Any]) -> str:
+    """The machine that measured a table, and its torch."""
     cores = f"{machine['device']}, {machine['cores']} cores"
     return f"{title(machine) if 'instructions' in machine else cores}, torch {machine['torch']}"

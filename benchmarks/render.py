@@ -15,7 +15,7 @@ from typing import Any
 import _technique_pages
 from _plots import attention_memory_svg, device_pipeline_svg, memory_modes_svg
 from _rivals_tables import ASKS_COLUMNS, asks
-from _technique_pages import filled, markdown
+from _technique_pages import filled, markdown, where
 
 from lightning_accel.claims.machine import title
 
@@ -268,11 +268,11 @@ def tuning_page() -> str:
         record = json.loads(path.read_text(encoding="utf-8"))
         places = [record["columns"].index(column) for column in TUNING_COLUMNS]
         rows = [[row[place] for place in places] for row in record["rows"]]
-        parts.append(f"On {_where(record)}:\n\n{markdown(TUNING_COLUMNS, rows)}")
+        parts.append(f"On {where(record['machine'])}:\n\n{markdown(TUNING_COLUMNS, rows)}")
     for path in sorted((RESULTS / "false_wins").glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         found = " and ".join(f"{name} found a winner in {won} of {runs}" for name, won, runs, *_ in record["rows"])
-        parts.append(f"Among three arms that do nothing, {found}, on {_where(record)}.")
+        parts.append(f"Among three arms that do nothing, {found}, on {where(record['machine'])}.")
     text = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
     return filled(text, "tuning", "\n\n".join(parts))
 
@@ -323,12 +323,7 @@ def results_page() -> str:
 def _measured_table(path: Path) -> str:
     record = json.loads(path.read_text(encoding="utf-8"))
     table = markdown(record["columns"], record["rows"])
-    return f"`{record['command']} --json docs/results` on {_where(record)}:\n\n{table}\n"
-
-
-def _where(record: dict[str, Any]) -> str:
-    machine = record["machine"]
-    return f"{machine['device']}, {machine['cores']} cores, torch {machine['torch']}"
+    return f"`{record['command']} --json docs/results` on {where(record['machine'])}:\n\n{table}\n"
 
 
 _KINDS = re.compile(

@@ -164,8 +164,8 @@ def _cpu_capabilities() -> dict[str, Any]:
 def _is_faster_in_bf16(name: str, cpu: dict[str, Any]) -> bool:
     """Returns whether a CPU multiplies in bfloat16 faster than in float32.
 
-    Intel's CPUs with AVX512-FP16 have AMX for that, which some virtual machines hide. AVX512-BF16 alone takes almost
-    twice as long there as float32 does, by oneDNN 3.12 in products of 256 to 2,048 rows and in convolutions.
+    Intel's CPUs with AVX512-FP16 have AMX for that, which some virtual machines hide. AVX512-BF16 alone is slower there
+    than float32 (oneDNN 3.12, claim 2 in docs/claims.md).
     """
     lacks_amx = "Intel" in name and cpu.get("avx512_fp16")
     return bool(cpu.get("amx_bf16") or (cpu.get("avx512_bf16") and not lacks_amx))

@@ -33,8 +33,6 @@ PLAIN_STEPS = 3
 _SURE_STEPS = 15  # after these, the time of a step is certain: on a GPU, the calls of the first steps return early
 _LEAST_TURNS = 0.7  # turns of slower arms that a run must be able to pay for: fewer prove nothing
 _WORTH = 0.1  # the largest share of the remaining time that a later trial may take
-# A run waits until it can pay for everything that it will ever be able to pay for, but at most this long.
-_WAIT, _WAIT_STEPS = 0.1, 300  # a share of the run; a number of steps
 
 
 class PlainStart:
@@ -48,8 +46,6 @@ class PlainStart:
         make_run: Callable[[], Run],
         start: Callable[[Run, Mapping[str, str]], None],
         stay_plain: Callable[[str], None],
-        *,
-        wins_untried: bool,
     ) -> None:
         self._program, self._kept, self._purse, self._run = program, program.kept, purse, run
         self._make_run, self._start, self._stay_plain = make_run, start, stay_plain
@@ -59,7 +55,7 @@ class PlainStart:
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
         self._decided = 0  # comparisons that the live trials have decided
-        self._wins_untried = wins_untried
+        self._may_wait = True  # where nothing has won, until the run can pay for what it could not try
         self.is_over = False
 
     @property
@@ -235,10 +231,10 @@ class PlainStart:
     def goes_on(self) -> bool:
         """Returns whether the run, in which nothing has won, waits once until it can pay for the other techniques."""
         cheapest_s = min(self._purse.owed_s.values(), default=math.inf)
-        if not self._wins_untried or cheapest_s + self._again_s > self._purse.to_come_s:
+        if not self._may_wait or cheapest_s + self._again_s > self._purse.to_come_s:
             return False
         self._remember()
-        self._kept.tuning, self._run, self._is_open, self._wins_untried = None, None, False, False
+        self._kept.tuning, self._run, self._is_open, self._may_wait = None, None, False, False
         self.steps.are_plain = True
         return True
 
@@ -270,10 +266,9 @@ class PlainStart:
             return {}
         expected = run.engine.costs_s(step_s).items()
         costs_s = {name: max(cost_s, purse.owed_s.get(name, 0.0)) for name, cost_s in expected}
-        is_early = purse.done < min(_WAIT * purse.steps, _WAIT_STEPS) and not self._wins_untried
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         most_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
-        chosen = self._affordable(costs_s, 0.0, most_s, may_wait=is_early or bool(purse.owed_s))
+        chosen = self._affordable(costs_s, 0.0, most_s, may_wait=bool(purse.owed_s))
         return None if chosen is None else self._put_off(costs_s, chosen)
 
     def _put_off(self, costs_s: Mapping[str, float], chosen: set[str]) -> dict[str, str]:

@@ -123,10 +123,7 @@ class AccelPlugin(TrainerPlugin, AutocastPrecision):
             self._stay_plain("no fit has shown that it is faster")
             return module
         assert self.purse is not None
-        is_cast = self._asked == "auto" and precision != "32-true"
-        wins_untried = is_cast or self.plan.of("optimizer") == "auto"  # which needs no trial of parts, either
-        terms = program, self.purse, self._run, make_run, start, self._stay_plain
-        self._plain_start = PlainStart(*terms, wins_untried=wins_untried)
+        self._plain_start = PlainStart(program, self.purse, self._run, make_run, start, self._stay_plain)
         self.purse.pay("getting ready", seconds() - began)
         return module
 

@@ -45,9 +45,8 @@ def why_not_on(host: Host) -> str:
     if host.kind == "cuda":
         return f"{host.device_name} has no TF32, which came with compute capability 8.0"
     if host.kind == "cpu":
-        if host.native_bf16:
-            return "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16"
-        return NO_FAST_BF16
+        has_it = "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16"
+        return has_it if host.native_bf16 else NO_FAST_BF16
     return f"not measured on {host.kind}"
 
 

@@ -24,7 +24,7 @@ HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 # bfloat16 for every AMD card. https://rocm.docs.amd.com/en/latest/reference/precision-support.html
 _BF16_ARCHITECTURES = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
-NO_FAST_BF16 = "this CPU has neither AMX nor a fast AVX512-BF16: bfloat16 would be slower than float32"
+SLOW_BF16 = "this CPU has neither AMX nor a fast AVX512-BF16: bfloat16 would be slower than float32"
 
 # The widest first, by their names in torch.cpu.get_capabilities().
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
@@ -71,12 +71,12 @@ class Host:
             tpu = _tpu_name()
             return cls(kind="xla", device_name=tpu or "XLA", native_bf16=tpu is not None)
         cpu = _cpu_capabilities()
-        name = _cpu_name() or str(cpu.get("cpu_name") or platform.machine())
+        device_name = _cpu_name() or str(cpu.get("cpu_name") or platform.machine())
         return cls(
             kind="cpu",
-            device_name=name,
+            device_name=device_name,
             instructions=next((name for key, name in _INSTRUCTIONS.items() if cpu.get(key)), ""),
-            native_bf16=_is_faster_in_bf16(name, cpu),
+            native_bf16=_is_faster_in_bf16(device_name, cpu),
             compiler=next(filter(shutil.which, cpp_compilers()), None),
         )
 
@@ -162,11 +162,8 @@ def _cpu_capabilities() -> dict[str, Any]:
 
 
 def _is_faster_in_bf16(name: str, cpu: dict[str, Any]) -> bool:
-    """Returns whether a CPU multiplies in bfloat16 faster than in float32.
-
-    Intel's CPUs with AVX512-FP16 have AMX for that, which some virtual machines hide. AVX512-BF16 alone is slower there
-    than float32 (oneDNN 3.12, claim 2 in docs/claims.md).
-    """
+    # Intel's CPUs with AVX512-FP16 have AMX for it, which some virtual machines hide. AVX512-BF16 alone is slower there
+    # than float32: oneDNN 3.12, claim 2 in docs/claims.md.
     lacks_amx = "Intel" in name and cpu.get("avx512_fp16")
     return bool(cpu.get("amx_bf16") or (cpu.get("avx512_bf16") and not lacks_amx))
 

@@ -45,7 +45,7 @@ class RunStarted:
     world_size: int  # how many ranks trained together
     versions: dict[str, str]  # of Python and of packages, by name
     threads: int = 0  # that torch computes with; on a GPU the one that tells it what to do. 0: not known
-    native_bf16: bool = False  # whether the device computes in bfloat16 rather than emulates it
+    native_bf16: bool = False  # whether the device computes in bfloat16, faster than in float32
     device_bytes: int = 0  # all the memory of the device, on a CPU of the machine or container
     log_every_n_steps: int = 0  # the Trainer's
     accumulate_grad_batches: int = 1  # the Trainer's

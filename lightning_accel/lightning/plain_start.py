@@ -1,8 +1,7 @@
 """The plain beginning of a fit: the first steps run as the user wrote them, and show how long a step takes.
 
 Most fits are short, small or tried once, and gain nothing. So a plan starts only when the run's purse can pay for an
-inspection of the program and its sites, for their trials, and for slower steps on trial. Until then, no layer of ours
-surrounds a step.
+inspection of the program and its sites, and for slower steps on trial. Until then, no layer of ours surrounds a step.
 """
 
 from __future__ import annotations

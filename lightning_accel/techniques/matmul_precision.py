@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_accel.core.host import NO_FAST_BF16, Host
+from lightning_accel.core.host import SLOW_BF16, Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import graphs_captured
@@ -45,8 +45,7 @@ def why_not_on(host: Host) -> str:
     if host.kind == "cuda":
         return f"{host.device_name} has no TF32, which came with compute capability 8.0"
     if host.kind == "cpu":
-        has_it = "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16"
-        return has_it if host.native_bf16 else NO_FAST_BF16
+        return "CPUs have no TF32: precision.matmul='medium' multiplies in bfloat16" if host.native_bf16 else SLOW_BF16
     return f"not measured on {host.kind}"
 
 

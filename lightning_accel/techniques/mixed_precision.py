@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_accel.core.host import NO_FAST_BF16, Host
+from lightning_accel.core.host import SLOW_BF16, Host
 from lightning_accel.core.patch import temporarily
 from lightning_accel.core.report import Report
 from lightning_accel.techniques.arms import OFF, Arm, Live
@@ -51,7 +51,7 @@ def resolve_precision(setting: PrecisionSetting, host: Host) -> tuple[ResolvedPr
     if host.kind in ("cuda", "rocm"):
         return "16-mixed", "the device has no native bfloat16: float16 with a gradient scaler"
     if host.kind == "cpu":
-        return "32-true", NO_FAST_BF16
+        return "32-true", SLOW_BF16
     return "32-true", f"not measured on {host.kind} yet; set precision='bf16-mixed' to try it"
 
 

@@ -79,9 +79,12 @@ def test_every_line_is_an_event_by_the_schema(tmp_path: Path) -> None:
         kind = line.pop("kind")
         TypeAdapter(KINDS[kind]).validate_python(line)
         assert line.keys() == KINDS[kind].__dataclass_fields__.keys()
-    found = record_schema()
-    if "description" in schema():  # else this pydantic leaves out what dataclasses say of themselves
-        assert json.loads(RECORD_SCHEMA.read_text(encoding="utf-8")) == found, "write it anew: make stub"
+
+
+def test_the_schema_of_a_line_is_that_of_the_code() -> None:
+    if "description" not in schema():
+        pytest.skip("this pydantic leaves out what dataclasses say of themselves")
+    assert json.loads(RECORD_SCHEMA.read_text(encoding="utf-8")) == record_schema(), "write it anew: make stub"
 
 
 def test_it_says_what_ran_and_how_it_ended(tmp_path: Path) -> None:

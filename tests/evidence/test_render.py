@@ -122,12 +122,11 @@ def test_others_may_read_it(tmp_path: Path) -> None:
 # -- JSON, by a schema ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
 def test_the_schema_is_that_of_a_page() -> None:
     found = schema()
     if "description" not in found:
         pytest.skip("this pydantic leaves out what dataclasses say of themselves")
-    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == found, "write it anew: python tests/report_schema.py"
+    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == found, "write it anew: make stub"
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,17 @@ class PlainSteps:
         paid_s = self._paid_s()
         if self._payments.until_s is None:
             self._payments.until_s = paid_s
-        if self._timeline.claim(self, Driver.PLAIN_START):
+        if self._timeline.driver is self:
             self._timeline.step_ended()
-        self._payments = self._timeline.labels[self] = _Payments(paid_s)
+        self._payments = _Payments(paid_s)
 
     def begin(self, *, are_charged: bool) -> None:
         """Begins a step; ``are_charged`` says whether the purse pays its extra time over a plain step."""
         self._payments.are_charged, self._stepped = are_charged, (None, None)
         if not self._timeline.has_begun:  # after a pause, the time until now belongs to no step anyway
             self._payments.since_s = self._paid_s()
-        if self._timeline.driver is self:
+        self._timeline.labels[self] = self._payments
+        if self._timeline.claim(self, Driver.PLAIN_START):  # another may have released it since the batch came
             self._timeline.step_began()
 
     def stepped(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_accel.core import clocks
 from lightning_accel.core.patch import AttributePatch, Patch
-from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE
+from lightning_accel.core.purse import BEFORE_FIRST_STEP_S, FIRST_SHARE, FIRST_STEPS, SHARE, TRIALS
 from lightning_accel.lightning import plugin as plugin_module
 from lightning_accel.techniques import BuildContext, Technique, Traits, register
 from lightning_accel.techniques.arms import Live
@@ -187,6 +187,27 @@ def test_what_the_run_could_not_pay_is_tried_once_faster_steps_have_earned_it(
     assert len(tried.tried_at) == 1
     assert model.seen[-50:].count("on") > 40
     assert plugin.purse.earned_s > 0
+
+
+class PaysItself(Tried):
+    @contextmanager
+    def trial(self, patches: Any) -> Iterator[Any]:
+        with super().trial(patches) as verdicts:
+            assert self.run.purse is not None
+            self.run.purse.pay(TRIALS, self.traits.trial_steps * STEP_S)
+            yield verdicts
+
+
+def test_what_such_a_trial_has_paid_is_not_paid_again_with_its_step(
+    tried: type[Tried], has_precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speed, "from_settings", classmethod(lambda cls, *_: PaysItself()))
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=9.0))
+    with begun(1.3) as time:
+        tried.time = time
+        plugin = fit(InTwo(time), 400, accel=AUTO)
+    assert len(tried.tried_at) == 1
+    assert plugin.purse.spent_s[TRIALS] == pytest.approx(9 * STEP_S, rel=0.2)
 
 
 @pytest.fixture

@@ -114,6 +114,20 @@ def test_a_layout_that_the_run_cannot_pay_to_time_is_left_to_live_trials_if_ther
     assert ("whole steps decide" in verdict.reason) == is_judged_live
 
 
+@pytest.mark.parametrize(
+    ("is_judged_live", "speed", "is_kept"), [(True, 0.95, True), (True, 0.8, False), (False, 0.95, False)]
+)
+def test_a_layout_that_seems_a_little_slower_is_left_to_live_trials_if_there_are_any(
+    is_judged_live: bool, speed: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(monkeypatch, speed)
+    model, draws = nn.Conv2d(3, 4, 3), LayoutDraws(torch.device("cpu"), foresees=True)
+    with LayoutTrial((4,), draws, by_clock=True, is_judged_live=is_judged_live, purse=None) as trial:
+        model(images(0)[0])
+    assert trial.verdict().keep is is_kept
+    assert f"{speed:.2f}x the speed here" in trial.verdict().reason
+
+
 def test_times_are_taken_in_the_precision_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has left its autocast by then."""
     dtypes: set[torch.dtype] = set()

@@ -36,7 +36,7 @@ class Purse:
         steps_a_turn: The number of steps from one optimizer step to the next.
         spent_s: Purpose → seconds spent.
         earned_s: Seconds that faster steps have saved compared with plain ones. They may be spent again.
-        sure_share: The share of a plain step that the steps now in force surely save.
+        saved_share: The share of a plain step that the steps now in force save, as they were measured.
         owed_s: Technique → the seconds of its trial, if the run could not pay for it, or for all of it.
     """
 
@@ -45,7 +45,7 @@ class Purse:
         self.done = 0
         self.steps_a_turn = 1
         self.spent_s: defaultdict[str, float] = defaultdict(float)
-        self.earned_s = self.sure_share = 0.0
+        self.earned_s = self.saved_share = 0.0
         self.owed_s: dict[str, float] = {}
         self._clock = clock
         self._plain_s: list[float] = []
@@ -77,7 +77,7 @@ class Purse:
         steps = self.steps if math.isfinite(self.steps) else 2 * max(self.done, FIRST_STEPS)
         first = FIRST_SHARE * min(max(self.done, FIRST_STEPS), steps)
         # Proven steps will save more. Half of that may be spent before, within the share of the steps so far.
-        ahead = self.sure_share * max(0, steps - self.done) / 2
+        ahead = self.saved_share * max(0, steps - self.done) / 2
         return (min(SHARE * steps, first) + min(ahead, first)) * step_s - spent
 
     @property
@@ -88,7 +88,7 @@ class Purse:
     @property
     def to_come_s(self) -> float:
         """The seconds that the run may still spend until its end."""
-        ahead = self.sure_share * max(0, self.steps - self.done) if self.sure_share else 0.0  # a run may have no end
+        ahead = self.saved_share * max(0, self.steps - self.done) if self.saved_share else 0.0  # a run may have no end
         return self.total_s + self.earned_s + ahead * (self.step_s or 0.0) - sum(self.spent_s.values())
 
     def can_pay(self, seconds: float) -> bool:

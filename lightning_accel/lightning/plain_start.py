@@ -268,7 +268,16 @@ class PlainStart:
         # Each tried technique also needs turns for its comparison, and some of these turns are slower.
         most_s = purse.to_come_s - _LEAST_TURNS * step_s * purse.steps_a_turn
         chosen = self._affordable(costs_s, 0.0, most_s, may_wait=bool(purse.owed_s))
-        return None if chosen is None else self._put_off(costs_s, chosen)
+        return None if chosen is None else self._put_off(costs_s, chosen | self._paid_back(costs_s))
+
+    def _paid_back(self, costs_s: Mapping[str, float]) -> set[str]:
+        """Returns the techniques that an earlier run has proven, if they save twice what they cost in this run."""
+        tuning = self._program.tuning
+        if tuning is None or not tuning.is_proven_as_a_whole:
+            return set()
+        proven = costs_s.keys() & tuning.choices.keys()
+        saved_s = (1 - 1 / tuning.gain) * turns_left(self._trainer) * (self._purse.turn_s or 0.0)
+        return proven if 2 * sum(costs_s[name] for name in proven) <= saved_s else set()
 
     def _put_off(self, costs_s: Mapping[str, float], chosen: set[str]) -> dict[str, str]:
         """Notes those of these techniques that are not tried now, and returns them with reasons."""

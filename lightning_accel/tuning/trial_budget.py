@@ -51,10 +51,10 @@ class TrialBudget:
             return False
         return self.purse.to_come_s > self.purse.turn_s
 
-    def rely_on(self, sure_gain: float) -> None:
-        """Sets the speed, as a multiple of the plain run's, that the steps from now on surely have."""
+    def rely_on(self, gain: float) -> None:
+        """Sets the speed, as a multiple of the plain run's, that the steps from now on are expected to have."""
         if self.purse is not None:
-            self.purse.sure_share = 1 - 1 / sure_gain
+            self.purse.saved_share = 1 - 1 / gain
 
     def spend(self, turns: float) -> None:
         """Records the extra time of turns over plain ones. Negative extra time was saved, and may be spent again."""

@@ -310,11 +310,11 @@ class Questions:
         self.tuning.choices = {name: choice for name, choice in choices.items() if name not in self._setups.lost}
         if whole is not None:
             self.tuning.whole, self.tuning.is_earlier = whole, False
-        self._rely_on(self.tuning.sure_gain)
+        self._rely_on(self.tuning.sure_gain, self.tuning.gain if self.tuning.is_proven else 1.0)
 
-    def _rely_on(self, sure_gain: float) -> None:
+    def _rely_on(self, sure_gain: float, gain: float | None = None) -> None:
         self._sure_gain = sure_gain
-        self._budget.rely_on(sure_gain)
+        self._budget.rely_on(gain or sure_gain)
 
 
 def _question(arm: Arm, choice: str) -> str:

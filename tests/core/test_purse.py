@@ -83,7 +83,7 @@ def test_half_of_what_proven_steps_will_save_may_be_spent_ahead(
     steps: int, done: int, left: float, to_come: float
 ) -> None:
     purse = purse_of(steps, done=done)
-    purse.sure_share = 0.1
+    purse.saved_share = 0.1
     assert (purse.left_s, purse.to_come_s) == pytest.approx((left, to_come))
 
 

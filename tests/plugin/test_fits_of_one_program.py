@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_accel import AccelPlugin
+from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.lightning import met_programs
 from lightning_accel.settings import Plan
-from support.live_runs import BATCH_SIZE, OTHERS_OFF, batches, fit
+from support.live_runs import BATCH_SIZE, OTHERS_OFF, Speed, batches, fit
 from support.plugin.beginners import STEP_S, Beginner, There, begun
 
 pytestmark = [pytest.mark.purse, pytest.mark.usefixtures("new_to_this_process")]
@@ -133,6 +134,34 @@ def test_a_fit_in_another_process_knows_it_after_its_plain_steps(monkeypatch: py
         fit(model, 250)
     assert model.seen[4] == "on"
     assert model.seen.count("on") > 60
+
+
+class DearToSetUp(There):
+    """Takes as long as 40 steps to set up."""
+
+    def sites(self, model: nn.Module, host: Any) -> list[Patch]:
+        self.run.setup_s = 40 * STEP_S
+        return [AttributePatch("layer", "is faster", model.get_submodule("layer"), "is_faster", True)]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "steps", "is_used"),
+    [(2.0, 500, True), (1.1, 500, False), (2.0, 100, False)],
+    ids=["pays", "saves too little", "the run is too short"],
+)
+def test_what_was_proven_is_set_up_where_it_pays_in_this_run(
+    speedup: float, steps: int, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speed, "from_settings", classmethod(lambda cls, *_: DearToSetUp()))
+    with begun(speedup) as time:
+        fit(Beginner(time), 2_500)
+    monkeypatch.setattr(met_programs, "PROGRAMS", {})  # as another process has it
+    with begun(speedup) as time:
+        model = Beginner(time)
+        fit(model, steps)
+    assert ("on" in model.seen) is is_used
+    if is_used:
+        assert model.seen.index("on") < 10
 
 
 @pytest.mark.medium

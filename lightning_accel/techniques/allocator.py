@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_accel.core import heap
-from lightning_accel.core.allocators import can_expand_segments, installed_library, segment_settings
+from lightning_accel.core.allocators import can_expand_segments, segment_settings
 from lightning_accel.core.byte_size import format_bytes
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import Patch
@@ -180,9 +180,8 @@ class AllocatorTechnique(Technique):
         self.run.live = Live(gain_ms=self._faults * heap.page_fault_ms(), starts_off=True)
         self._patch.change += f": {words}"
         self.run.revise("", Verdict("refused", f"{words}: for live trials to decide"))
-        others = [name for name in (heap.JEMALLOC, heap.TCMALLOC) if installed_library(name)]
-        if others:
-            self.run.details = f"{' or '.join(others)} could save most of that: {_RUN}"
+        # Whether they are installed is not asked here: it would take processes of gcc and ldconfig.
+        self.run.details = f"{heap.JEMALLOC} or {heap.TCMALLOC} could save most of that: {_RUN}"
 
     def _in_words(self) -> str:
         return f"a step asks the system for {self._faults:,} pages, about {self._faults * heap.page_fault_ms():.1f} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import re
@@ -16,6 +17,7 @@ from torch import nn
 
 from lightning_accel import Plan, accelerate
 from lightning_accel.assembly import AcceleratedModel, build_context
+from lightning_accel.core import heap
 from lightning_accel.core.allocators import EXPANDABLE_SEGMENTS, segment_settings
 from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
@@ -176,6 +178,17 @@ def test_a_model_whose_steps_ask_for_nothing_is_left_alone() -> None:
     assert handle.report.applied("allocator") == []
     assert "nothing to gain" in handle.report.refused("allocator")[""]
     assert "allocator" not in [arm.name for arm in handle.engine.arms()]
+    handle.undo()
+
+
+def test_no_process_is_started_to_tell_what_else_could_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``ctypes.util.find_library`` does, in the middle of a training."""
+    asked = itertools.count(0, 10_000)
+    monkeypatch.setattr(heap, "page_faults", lambda: next(asked))
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **_: pytest.fail(f"starts {arguments}"))
+    handle = accelerate(nn.Linear(2, 2), Plan(trust="checked"))
+    steps(handle)
+    assert "jemalloc or tcmalloc" in handle.report.of("allocator").details
     handle.undo()
 
 

@@ -85,7 +85,7 @@ class HeapPatch(Patch):
 
 def _lacks(host: Host) -> str | None:
     if own := segment_settings() if host.kind == "cuda" else heap.heap_settings():
-        return f"as {_in_words(own)} has it"
+        return f"as {', '.join(f'{name}={value}' for name, value in own.items())} has it"
     if host.kind == "cuda":
         return None if can_expand_segments() else "torch cannot expand segments of CUDA memory on this system"
     if (used := heap.heap_in_use()) == heap.GLIBC:
@@ -200,7 +200,3 @@ class AllocatorTechnique(Technique):
             f"{format_bytes(unused)} of CUDA memory are held beyond what is used at the peak; segments that expand need"
             f" their variable before CUDA starts: {_RUN}",
         )
-
-
-def _in_words(variables: dict[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in variables.items())

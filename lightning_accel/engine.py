@@ -221,6 +221,11 @@ class Engine:
             self.report.of(arm.name).waits_for_trials = arm.starts_off or arm.setup is not None
         return found
 
+    @property
+    def without_arm(self) -> set[str]:
+        """The techniques that live trials could switch, and that had done nothing when they asked."""
+        return {run.name for run in self._active if run.had_no_arm}
+
     def disable(self, names: Iterable[str], *, pauses: Callable[[str], bool] = lambda name: False) -> None:
         """Leaves these techniques, and no others, out of the next steps: their arms are off.
 

@@ -55,7 +55,7 @@ class TechniqueRun:
         self.is_closed = False
         self._decisions, self._degrade, self._refresh = decisions, degrade, refresh
         self._variant: str | None = None  # the one that live trials have switched to
-        self._had_no_arm = self._is_paused = False  # it had done nothing when they asked, and may do so later
+        self.had_no_arm = self._is_paused = False  # it had done nothing when they asked, and may do so later
 
     @property
     def is_active(self) -> bool:
@@ -174,7 +174,7 @@ class TechniqueRun:
         choices = tuple(dict.fromkeys(variant for patch in patches for variant in patch.variants))
         live, settle = self.context.live, max((patch.settle for patch in patches), default=0)
         choices = choices or live.variants
-        self._had_no_arm = not choices
+        self.had_no_arm = not choices
         if len(choices) > 1 and not live.starts_off and live.setup is None:
             self.switch(choices[0])  # optimizers of several kinds may have begun with different variants
         return Arm(self.name, choices, self.switch, settle, **vars(live)) if choices else None
@@ -195,7 +195,7 @@ class TechniqueRun:
 
     def pause(self, is_paused: bool) -> bool:
         """Pauses a technique that had no arm, or lets it act again. Returns whether it is paused."""
-        if self._had_no_arm and self.is_active and is_paused != self._is_paused:
+        if self.had_no_arm and self.is_active and is_paused != self._is_paused:
             self._is_paused = is_paused
             for patch in self.patches:
                 if isinstance(patch, PausedPatch):

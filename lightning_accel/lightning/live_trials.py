@@ -217,7 +217,9 @@ class LiveTuning(TrainerTurns):
 
     def _record(self, tuning: Tuning) -> None:
         tuning.show_in(self._engine.report.of("tuning"))
-        resting = {arm.name for arm in self._arms} - tuning.choices.keys() if tuning.is_settled else ()
+        resting = {arm.name for arm in self._arms} - tuning.choices.keys() if tuning.is_settled else set()
+        if tuning.is_settled and not tuning.choices:  # the rest of the run is plain
+            resting |= self._engine.without_arm
         self._engine.report.settled(resting)
 
     def _say(self, line: str) -> None:

@@ -126,7 +126,7 @@ class PlainStart:
             met = self._program.meet(batch)
             if met is not None and not self._kept.put_on and self._program.is_too_short(met, self._purse.steps):
                 self._purse.step_took(met.step_s)
-                self._end(self._is_short or f"the run is too short: {turns:.0f} steps")
+                self._end(self._is_short or _too_short(self._purse.total_s, met.opening_s or self._program.opening_s))
             elif (met is not None and met.held[0]) or (
                 # A description serves to find earlier verdicts, or to store new ones.
                 turns > PLAIN_STEPS and (not self._is_short or any(verdict_cache.VERDICTS.paths()))
@@ -155,7 +155,7 @@ class PlainStart:
             if not (self._kept.put_on or purse.can_pay(opening_s)):
                 is_sure = purse.done >= _SURE_STEPS  # the time of a step is certain
                 if is_sure and purse.step_s is not None and purse.total_s < opening_s:
-                    self._end(f"the run is too short: {purse.total_s:.2g} s is what it may pay, of {opening_s:.2g} s")
+                    self._end(_too_short(purse.total_s, opening_s))
                 return
             if not self._open():
                 return
@@ -246,8 +246,8 @@ class PlainStart:
             if self._ends_with_nothing(turns):
                 return False
             is_proven = tuning is not None and tuning.is_proven
-            if purse.turn_s is not None and purse.to_come_s < _LEAST_TURNS * purse.turn_s:
-                self._is_short = self._is_short or f"the run is too short: {turns:.0f} steps"
+            if purse.turn_s is not None and purse.to_come_s < (needs_s := _LEAST_TURNS * purse.turn_s):
+                self._is_short = self._is_short or _too_short(purse.to_come_s, needs_s)
             if self._is_short and not (is_proven or self._kept.put_on):
                 self._end(self._is_short)
                 return False
@@ -299,3 +299,7 @@ class PlainStart:
     def _remember(self) -> None:
         live = None if self._run is None else self._run.live
         self._program.end(self._purse.step_s, None if live is None else live.settled)
+
+
+def _too_short(may_pay_s: float, needs_s: float) -> str:
+    return f"the run is too short: {may_pay_s:.2g} s is what it may pay, of {needs_s:.2g} s"

@@ -56,6 +56,13 @@ def test_the_next_of_fits_that_are_too_short_is_not_looked_at(size: int, monkeyp
     assert len(looked_at) == 1
 
 
+def test_a_fit_that_is_known_to_be_too_short_says_what_it_may_pay() -> None:
+    for _ in range(2):
+        with begun(2.0) as time:
+            plugin = fit(Beginner(time), 70)
+    assert "the run is too short: 0.014 s is what it may pay, of " in plugin.report.of("speed").status
+
+
 def test_one_that_is_too_short_to_be_judged_is_not_described_where_nothing_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -35,8 +35,7 @@ _LONE_SAMPLE = "batches of one sample: oneDNN's bfloat16 kernels for them crash 
 BREAKS_THE_HEAP = "oneDNN's strided 1x1 convolution of few channels in channels_last writes past its memory"
 _FEW_CHANNELS = 16
 
-_MAY_BE_WRONG_BY = 1.15  # the times of a U-Net differed by this factor from run to run
-
+_MAY_BE_WRONG_BY = 1.15  # as the times of a U-Net's parts were, beside whole steps
 _NOT_TIMED = "not timed by itself, which would cost more than this run can pay: whole steps decide"
 
 _CONVOLUTIONS = frozenset(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"))

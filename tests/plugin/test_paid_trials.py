@@ -240,38 +240,6 @@ def test_it_is_tried_before_the_parts_of_what_is_faster_already(
 
 
 @pytest.fixture
-def has_unused() -> Iterator[None]:
-    """Another technique, which has done nothing by the time that live trials begin."""
-
-    class Unused(AttributePatch):
-        variants = ()
-
-    class Late(Technique):
-        traits = Traits(trial_step=None, applied_before_trial=True)
-
-        def __init__(self, settings: Any, context: BuildContext) -> None:
-            self.run.live = Live()
-
-        def sites(self, model: nn.Module, host: Any) -> list[Patch]:
-            return [Unused("layer", "may act later", model.get_submodule("layer"), "may_act", True)]
-
-    register("late", options=Literal["auto", "off"], default="auto")(Late)
-    yield
-    forget("late")
-
-
-@pytest.mark.parametrize(("speedup", "acts"), [(1.5, True), (0.7, False)])
-def test_what_had_no_arm_is_off_where_nothing_has_won_and_the_report_says_so(
-    speedup: float, acts: bool, has_unused: None
-) -> None:
-    with begun(speedup) as time:
-        plugin = fit(Beginner(time), 400)
-    record = plugin.report.techniques["late"]
-    assert record.acts is acts
-    assert record.line.startswith("in force" if acts else "off, as live trials have settled without it")
-
-
-@pytest.fixture
 def has_another() -> Iterator[None]:
     """Another technique, whose trial no run can pay for."""
 

@@ -7,7 +7,7 @@ import itertools
 import pickle
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from lightning_accel import AccelPlugin, PrecisionOptions
 from lightning_accel.callbacks._epoch_ends import turns_left
 from lightning_accel.core import clocks
+from lightning_accel.core.patch import AttributePatch, Patch
 from lightning_accel.lightning import plain_start
 from lightning_accel.memory.oom_report import StepMemoryError
 from lightning_accel.settings import Plan
+from lightning_accel.techniques import BuildContext, Technique, Traits, register
+from lightning_accel.techniques.arms import Live
+from lightning_accel.techniques.registry import forget
 from support.console import heard
 from support.lightning_models import Block, Supervised, cnn, images
 from support.live_runs import OTHERS_OFF, SimulatedTime, batches, fit
@@ -288,3 +292,35 @@ def test_a_run_that_stays_plain_does_not_call_a_number_format_asked_for_that_was
     with begun(2.0) as time:
         plugin = fit(Beginner(time), 5, accel={"precision": PrecisionOptions(matmul="off")})
     assert plugin.report.of("precision").status.startswith("not tried: ")
+
+
+@pytest.fixture
+def has_unused() -> Iterator[None]:
+    """Another technique, which has done nothing by the time that live trials begin."""
+
+    class Unused(AttributePatch):
+        variants = ()
+
+    class Late(Technique):
+        traits = Traits(trial_step=None, applied_before_trial=True)
+
+        def __init__(self, settings: Any, context: BuildContext) -> None:
+            self.run.live = Live()
+
+        def sites(self, model: nn.Module, host: Any) -> list[Patch]:
+            return [Unused("layer", "may act later", model.get_submodule("layer"), "may_act", True)]
+
+    register("late", options=Literal["auto", "off"], default="auto")(Late)
+    yield
+    forget("late")
+
+
+@pytest.mark.parametrize(("speedup", "acts"), [(1.5, True), (0.7, False)])
+def test_what_had_no_arm_is_off_where_nothing_has_won_and_the_report_says_so(
+    speedup: float, acts: bool, has_unused: None
+) -> None:
+    with begun(speedup) as time:
+        plugin = fit(Beginner(time), 400)
+    record = plugin.report.techniques["late"]
+    assert record.acts is acts
+    assert record.line.startswith("in force" if acts else "off, as live trials have settled without it")

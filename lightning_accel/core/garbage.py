@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_accel.core.torch_private.compilation import without_its_collection
+from lightning_accel.core.torch_private.compilation import lean_captures
 
 _OF_PYTHON = 1000  # objects: Python 3.12 freezes 375 when it starts
 
@@ -28,7 +28,7 @@ def young_garbage_only() -> Iterator[None]:
     gc.collect(1)  # what is garbage already must not become old
     try:
         gc.disable()
-        with without_its_collection():
+        with lean_captures():
             yield
     finally:
         try:

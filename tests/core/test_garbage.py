@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,6 +113,20 @@ def test_the_first_capture_of_attention_leaves_the_collector_as_it_was() -> None
     assert gc.isenabled()
     assert gc.get_freeze_count() < 1000
     assert getattr(torch._dynamo.config, "run_gc_after_compile", True)
+
+
+@pytest.mark.medium
+def test_a_capture_has_no_marks_for_a_profiler_which_would_be_calls_at_every_step() -> None:
+    site = HandWrittenSite("attention", WrittenOut())
+    site.run(BACKENDS["sdpa"], WrittenOut.forward, (torch.randn(2, 16, 8),), {})
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name))
+    try:
+        site.run(BACKENDS["sdpa"], WrittenOut.forward, (torch.randn(2, 16, 8),), {})
+    finally:
+        sys.setprofile(None)
+    assert not [name for name in calls if "pregraph" in name]
+    assert getattr(torch._dynamo.config, "record_runtime_overhead", True)
 
 
 def test_a_collector_that_the_program_has_switched_off_stays_off() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,25 @@ def outside_of_ddp() -> AbstractContextManager[None]:
     """
     name = "_active_ddp_module"
     read = functools.partial(getattr, DistributedDataParallel, name, None)
+    if read() is None:  # runs at every call of captured attention
+        return nullcontext()
     return temporarily(read, functools.partial(setattr, DistributedDataParallel, name), None)
 
 
-def without_its_collection() -> AbstractContextManager[None]:
-    """Keeps Dynamo from calling the garbage collector after each capture: ``run_gc_after_compile``, seen in torch 2.11.
+@contextmanager
+def lean_captures() -> Iterator[None]:
+    """Keeps Dynamo from calling the garbage collector after each capture, and from putting a profiler's marks into it.
 
-    Without the name it is called.
+    ``run_gc_after_compile`` and ``record_runtime_overhead``, both seen in torch 2.11. The marks are calls
+    of Python code that run with each graph. Without a name that is done.
     """
-    config, name = importlib.import_module("torch._dynamo.config"), "run_gc_after_compile"
-    if not hasattr(config, name):
-        return nullcontext()
-    return temporarily(functools.partial(getattr, config, name), functools.partial(setattr, config, name), False)
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = [name for name in ("run_gc_after_compile", "record_runtime_overhead") if hasattr(config, name)]
+    with ExitStack() as stack:
+        for name in names:
+            read, write = functools.partial(getattr, config, name), functools.partial(setattr, config, name)
+            stack.enter_context(temporarily(read, write, False))
+        yield
 
 
 def draws_by_numpy(graph: GraphModule) -> bool:

@@ -44,7 +44,8 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     Hooks on a module see its inputs and outputs. Torch can add hooks but not list them, so the attributes were found by
     adding one hook. A missing kind counts as empty (a module may define its own attribute access).
     """
-    return tuple(vars(module).get(name) or {} for name in _HOOKS)
+    own = vars(module)
+    return tuple([own.get(name) or {} for name in _HOOKS])  # a list is faster, and attention asks at every call
 
 
 _PARTS = tuple(

@@ -40,6 +40,18 @@ class MaskSource:
     is_constant: bool
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from the shapes that a call gives, and from its numbers."""
+
+    levels: list[Shape]  # the batch shapes that scores and weights go through
+    pair: Shape  # (B, H)
+    is_ready: list[bool]  # of query, key and value, whether it is (B, H, row, column) as it is given
+    edits: list[Edit]  # by numbers, or by nodes that give tensors
+    scale: float
+    dropout_p: float
+
+
 @dataclass(eq=False)
 class FusedAttention:
     """Attention of a form, whose nodes are given at a call."""
@@ -52,37 +64,61 @@ class FusedAttention:
     compute: Compute
     _memory: MaskMemory = field(default_factory=MaskMemory)
 
+    def __post_init__(self) -> None:
+        # Steps of a training give the same shapes, and on a GPU the kernels wait for each of these calculations.
+        self._known_plan = functools.lru_cache(maxsize=64)(self._plan)
+        self._dtype = value(self.form.last).dtype
+
     def call(self, *args: Any) -> Tensor:
         return self.compute(self.original, self._fused, args)
 
-    def _fused(self, attend: Attend, *args: Any) -> Tensor:
-        form = self.form
-        given = dict(zip(self.inputs, args, strict=True))
-        q, k, v = (_arranged(given[node], order) for node, order in (form.query, form.key, form.value))
+    def _plan(self, *facts: Any) -> _Plan:
+        """Plans a call whose inputs have these shapes, or are these numbers."""
+        form, given = self.form, dict(zip(self.inputs, facts, strict=True))
+        operands = form.query, form.key, form.value
+        shapes = [_arranged_shape(given[node], order) for node, order in operands]
         # Through reshapes the batch of the values is known to be that of the weights.
-        batches = [tensor.shape[:-2] for tensor in ((q, k, v) if len(form.levels) == 1 else (q, k))]
-        levels = _level_shapes(_broadcast(batches), form.levels, given)
+        levels = _level_shapes(
+            _broadcast([shape[:-2] for shape in (shapes if len(form.levels) == 1 else shapes[:2])]), form.levels, given
+        )
         pair = _pair(next((shape for shape in levels if len(shape) == 2), levels[0]))
+        is_ready = [
+            _is_in_order(order) and len(shape) == 4 and level == pair == shape[:-2]
+            for (_, order), shape, level in zip(operands, shapes, (levels[0], levels[0], levels[-1]), strict=True)
+        ]
+        edits = [_with_number(edit, given) for edit in form.edits]
+        dropout_p = float(given.get(form.dropout_p, form.dropout_p))
+        scale = scale_of([edit for edit in edits if not is_tensor(edit.by)])
+        return _Plan(levels, pair, is_ready, edits, scale, dropout_p)
+
+    def _fused(self, attend: Attend, *args: Any) -> Tensor:
+        form, given = self.form, dict(zip(self.inputs, args, strict=True))
+        is_seen_by_compiler = is_traced(given[form.query[0]])  # which has symbols for sizes
+        plan_of = self._plan if is_seen_by_compiler else self._known_plan
+        plan = plan_of(*[arg.shape if isinstance(arg, Tensor) else arg for arg in args])
+        levels, pair = plan.levels, plan.pair
+        q, k, v = (
+            given[node] if is_ready else _folded(_arranged(given[node], order), level, pair, whole=True)
+            for (node, order), level, is_ready in zip(
+                (form.query, form.key, form.value), (levels[0], levels[0], levels[-1]), plan.is_ready, strict=True
+            )
+        )
         edits = []
-        for edit in form.edits:
-            by, level = given.get(edit.by, edit.by), levels[edit.level]
-            if edit.kind in ("add", "keep", "hide"):
-                edits += self._bound(edit, given, level, pair, is_traced(q))
-            elif edit.kind == "cast":
+        for index, edit in enumerate(plan.edits):
+            if not is_tensor(edit.by):
                 edits.append(edit)
-            elif is_tensor(edit.by):
-                by = _mask_arranged(by, edit.order, level)
+            elif edit.kind in ("multiply", "divide"):
+                by = _folded(_mask_arranged(given[edit.by], edit.order, levels[edit.level]), levels[edit.level], pair)
                 q = q * by if edit.kind == "multiply" else q / by
             else:
-                edits.append(Edit("multiply", float(by) if edit.kind == "multiply" else 1 / float(by)))
-        q, k = _folded(q, levels[0], pair, whole=True), _folded(k, levels[0], pair, whole=True)
-        v = _folded(v, levels[-1], pair, whole=True)
-        # Scores in float32 of a bfloat16 model: all in the wider one.
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        dropout_p = float(given.get(form.dropout_p, form.dropout_p))
-        scale = scale_of(edits)
-        call = AttentionCall(query=q.to(dtype), key=k.to(dtype), value=v.to(dtype), dropout_p=dropout_p, scale=scale)
-        out = attend_edited(call, edits, attend, zero_rows=form.zero_rows).to(value(form.last).dtype)
+                edits += self._bound(index, edit, given, levels[edit.level], pair, may_look=not is_seen_by_compiler)
+        if not q.dtype == k.dtype == v.dtype:  # scores in float32 of a bfloat16 model: all in the wider one
+            dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        call = AttentionCall(query=q, key=k, value=v, dropout_p=plan.dropout_p, scale=plan.scale)
+        out = attend_edited(call, edits, attend, zero_rows=form.zero_rows)
+        if out.dtype != self._dtype:
+            out = out.to(self._dtype)
         if levels[-1] != pair:
             out = out.reshape(*levels[-1], *out.shape[-2:])
         if not _is_in_order(form.out_order):
@@ -92,7 +128,9 @@ class FusedAttention:
         back = sorted(range(out.dim()), key=self.layout.__getitem__)
         return out.permute(self.layout).contiguous().permute(back)
 
-    def _bound(self, edit: Edit, given: dict[Node, Any], level: Shape, pair: Shape, is_traced: bool) -> list[Edit]:
+    def _bound(
+        self, index: int, edit: Edit, given: dict[Node, Any], level: Shape, pair: Shape, *, may_look: bool
+    ) -> list[Edit]:
         """The edit with its tensor, (B, H, T, S) or broadcastable; none if it hides nothing."""
         source = self.sources.get(edit.by)
         if source is None:
@@ -100,14 +138,16 @@ class FusedAttention:
         else:
             compute = source.compute
             leaves = [given[leaf] for leaf in source.leaves]
-            is_worth_it = source.is_constant or can_look_into(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+            is_worth_it = source.is_constant or can_look_into(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
             # Looking waits for a GPU: not worth it for a mask that may be another one every time.
-            if is_worth_it and not is_traced and (edit.kind != "add" or self._is_alone(edit)):
-                with torch.no_grad():
-                    edit = self._memory.recall(
-                        (id(source), edit, *leaves),
-                        lambda: _seen(edit, _mask_arranged(compute(*leaves), edit.order, level)),
-                    )
+            if is_worth_it and may_look and (edit.kind != "add" or self._is_alone(edit)):
+                unseen = edit
+
+                def look() -> Edit:
+                    with torch.no_grad():
+                        return _seen(unseen, _mask_arranged(compute(*leaves), unseen.order, level))
+
+                edit = self._memory.recall((index, *leaves), look)
             if edit.kind == "band":
                 return [edit] if edit.by != (None, None) else []
             mask = compute(*leaves)
@@ -124,6 +164,14 @@ class FusedAttention:
         # Two large numbers added up are not what hiding twice is, and scaled they may no longer be large.
         edits = self.form.edits
         return all(other.kind in ("multiply", "divide") for other in edits[:-1]) and edit is edits[-1]
+
+
+def _with_number(edit: Edit, given: dict[Node, Any]) -> Edit:
+    """The edit by the number that it is given, if it scales by one; else as it is."""
+    if edit.kind not in ("multiply", "divide") or is_tensor(edit.by):
+        return edit
+    by = float(given.get(edit.by, edit.by))
+    return Edit("multiply", by if edit.kind == "multiply" else 1 / by)
 
 
 def _seen(edit: Edit, mask: Tensor) -> Edit:
@@ -148,7 +196,7 @@ def _keys_kept(mask: Tensor, edit: Edit) -> Tensor:
 def _arranged(tensor: Tensor, order: Order) -> Tensor:
     """The tensor as (batch…, row, column), with ones for batch dimensions that it lacks."""
     if _is_in_order(order):
-        return tensor  # as it mostly is: each of these calls is as long as a small product
+        return tensor
     tensor = tensor.permute([index for index in order if index is not None])
     for position, index in enumerate(order):
         if index is None:
@@ -156,14 +204,16 @@ def _arranged(tensor: Tensor, order: Order) -> Tensor:
     return tensor
 
 
+def _arranged_shape(shape: torch.Size, order: Order) -> Shape:
+    return tuple(1 if index is None else shape[index] for index in order)
+
+
 @functools.cache
 def _is_in_order(order: Order) -> bool:
     return order == tuple(range(len(order)))
 
 
-def _broadcast(shapes: list[torch.Size]) -> Shape:
-    if all(shape == shapes[0] for shape in shapes):
-        return tuple(shapes[0])
+def _broadcast(shapes: list[Shape]) -> Shape:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 

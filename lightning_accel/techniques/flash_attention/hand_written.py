@@ -54,10 +54,10 @@ class Capture:
         self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Computes the module's forward pass by a graph, or as it was written."""
-        if dynamo_is_off():  # it would run what it captured as it was written: better under all modes then
-            return self._forward(module, *args, **kwargs)
         if not has_modes():
             return self._run(backend, (), module, args, kwargs)
+        if dynamo_is_off():  # it would run what it captured as it was written: better under all modes then
+            return self._forward(module, *args, **kwargs)
         # Under modes Dynamo gives a function up, or captures it anew: they are put around the graph itself.
         with without_function_modes() as function_modes, without_dispatch_modes() as dispatch_modes:
             # What runs between two graphs would not be seen by them.
@@ -73,7 +73,7 @@ class Capture:
                 result = self._captured(module, *args, **kwargs)
         finally:  # torch keeps a capture until the process ends, and a backend holds the model
             self._backend, self._modes = before
-        self.has_breaks = self.has_breaks or self._runs != 1
+        self.has_breaks = self.has_breaks or (self._runs != 1 and not dynamo_is_off())
         return result
 
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:

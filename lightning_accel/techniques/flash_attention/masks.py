@@ -92,11 +92,17 @@ class MaskMemory:
 
     def recall(self, sources: Iterable[Any], find: Callable[[], Any]) -> Any:
         """What ``find()`` said when these sources were last seen unchanged, or says now."""
-        sources = tuple(sources)
-        tensors = [source for source in sources if isinstance(source, Tensor)]
-        if any(tensor.is_inference() for tensor in tensors):  # which keep no count of what is written to them
-            return find()
-        key = tuple((id(s), version_of(s), s.data_ptr()) if isinstance(s, Tensor) else s for s in sources)
+        facts: list[Any] = []
+        tensors: list[Tensor] = []
+        for source in sources:
+            if isinstance(source, Tensor):
+                if source.is_inference():  # which keeps no count of what is written to it
+                    return find()
+                tensors.append(source)
+                facts += (id(source), version_of(source), source.data_ptr())
+            else:
+                facts.append(source)
+        key = tuple(facts)
         known = self._known.get(key)
         if known is not None and all(ref() is tensor for ref, tensor in zip(known[0], tensors, strict=True)):
             return known[1]

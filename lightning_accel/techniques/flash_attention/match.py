@@ -136,7 +136,11 @@ class _Reader:
 
     def _operand(self, label: Hashable, wanted: list[Hashable]) -> tuple[Node, Order]:
         side = 0 if label in self.first.labels[0] else 1
-        return self.first.operands[side], _order(self.first.labels[side], [*wanted, self.first.contracted])
+        node, labels, wanted = self.first.operands[side], self.first.labels[side], [*wanted, self.first.contracted]
+        # Keys are transposed for the product. A kernel takes them as they were before.
+        while _order(labels, wanted) != tuple(range(len(wanted))) and (before := _untransposed(node, labels)):
+            node, labels = before
+        return node, _order(labels, wanted)
 
     def _check_users(self, node: Node, what: str, *own: Node) -> None:
         for user in node.users:
@@ -335,6 +339,16 @@ class _Reader:
         need(is_same, "its values have other batches than its weights")
         operand = second.operands[1 - side], _order(others, [*self.batch, self.column, *extra])
         return operand, tuple([*self.batch, self.row, *extra].index(label) for label in out)
+
+
+def _untransposed(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
+    """What a node transposes, with the labels of its dimensions; None if it does something else."""
+    source, moved = argument(node, 0, "input"), permuted(node, tuple(range(len(labels))))
+    if moved is None or not is_tensor(source) or value(source).is_complex():  # mH conjugates
+        return None
+    if any(source in written_by(user) for user in source.users):  # transpose_ moves the dimensions of the source
+        return None
+    return source, tuple(labels[moved.index(index)] for index in range(len(labels)))
 
 
 def _order(labels: Sequence[Hashable], wanted: Sequence[Hashable]) -> Order:

@@ -71,8 +71,10 @@ class AttentionSite(ABC):
 
     def watched(self) -> str | None:
         """Why its parts have to be called as the original calls them; None if nobody would miss a call."""
-        hooks = [hook for part in self._parts for kind in hooks_of(part) for hook in kind.values()]
-        hooks += hooks_on_all_modules() if self._parts else []
+        hooks = hooks_on_all_modules() if self._parts else []
+        for part in self._parts:
+            for kind in hooks_of(part):
+                hooks += kind.values()
         owners = [str(getattr(hook, "__module__", "")) for hook in hooks]
         is_watched = not all(owner.startswith(self.ignored) for owner in owners)
         return "a hook on its parts, or on all modules, is to see them called" if is_watched else None

@@ -127,6 +127,19 @@ def test_other_dtypes_keep_their_dtype_and_numbers(name: str, dtype: torch.dtype
     assert relative_error([fused], [plain]) < 20 * torch.finfo(dtype).eps
 
 
+def test_keys_that_are_transposed_in_place_later_are_read_as_they_were() -> None:
+    class InPlace(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            transposed = k.mT
+            k.transpose_(0, 1)
+            return self.merge((q @ transposed).softmax(-1) @ v)
+
+    module = make(InPlace)
+    site = HandWrittenSite("attention", module)
+    assert_same(module, site, batch(2, 16))
+
+
 def test_a_bias_that_is_learned_goes_on_learning() -> None:
     module = make(FOUND["relative_positions"])
     run(HandWrittenSite("attention", module), batch(2, 16)).sum().backward()
@@ -268,10 +281,10 @@ class Watches(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func.name())
+        self.seen.append(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -284,6 +297,26 @@ def test_under_a_dispatch_mode_the_fused_kernel_runs_and_is_seen() -> None:
     run(site, x, recorder)
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in watcher.seen
     assert len(recorder.calls) == 3
+
+
+def test_it_runs_the_operations_that_an_expert_would_write() -> None:
+    class ByHand(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.merge(F.scaled_dot_product_attention(*self.qkv(x)))
+
+    class Transposes(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)
+            return self.merge((q @ k.transpose(-2, -1) / math.sqrt(8)).softmax(-1) @ v)
+
+    module, x = make(ByHand), batch(2, 16)
+    site = HandWrittenSite("attention", make(Transposes))
+    run(site, x)
+    with Watches() as by_hand:
+        module(x)
+    with Watches() as fused:
+        run(site, x)
+    assert fused.seen == by_hand.seen
 
 
 def test_a_hook_that_comes_later_sees_the_weights() -> None:

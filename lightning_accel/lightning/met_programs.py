@@ -17,6 +17,7 @@ from lightning_accel.core.host import Host
 from lightning_accel.core.purse import SHARE
 from lightning_accel.core.torch_private.compilation import compiling_ms
 from lightning_accel.core.tree import tensors_in
+from lightning_accel.experiment.python_pace import python_pace
 from lightning_accel.experiment.store import Key
 from lightning_accel.lightning.packages import LightningModule
 from lightning_accel.settings import Plan
@@ -173,7 +174,7 @@ class Program:
         modules = list(self.module.modules())
         is_first = not any(met.opening_s for met in PROGRAMS.values())  # imports happen once in a process
         compiling_s = (compiling_ms() - self._compiling_ms) / 1e3 if any(map(is_compiled, modules)) else 0.0
-        return 0.022 * is_first + 0.022 + 0.0002 * len(modules) + compiling_s
+        return python_pace() * (0.013 * is_first + 0.013 + 0.00012 * len(modules)) + compiling_s
 
     @property
     def _whole(self) -> tuple[str, Any]:

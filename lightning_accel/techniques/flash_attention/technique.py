@@ -14,6 +14,7 @@ from lightning_accel.core.compiled import compiled_anew
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
 from lightning_accel.core.torch_private.compilation import compiling_ms
+from lightning_accel.experiment.python_pace import python_pace
 from lightning_accel.techniques.arms import Live
 from lightning_accel.techniques.base import BuildContext, Technique, Traits
 from lightning_accel.techniques.flash_attention.backend_trial import WatchedBackend
@@ -30,7 +31,7 @@ from lightning_accel.techniques.technique_context import Forecast, Verdict, Verd
 from lightning_accel.techniques.technique_events import Decided, Event, Paused, Settled, Switched
 
 _CAPTURES = 64  # of one site: training and evaluation, with and without gradients, fixed and varying sizes
-_FIRST_CAPTURE_S, _CAPTURE_S = 0.7, 0.1  # what Dynamo takes, in a process and for every function
+_FIRST_CAPTURE_S, _CAPTURE_S = 0.4, 0.08  # what Dynamo takes at a pace of 1, in a process and for every function
 _LATE = "not called on the first step, or only by a compiler, to which the original is left: tried when it is called"
 
 
@@ -105,7 +106,9 @@ class FlashAttention(Technique):
             self.run.at_end.enter_context(compiled_anew(_CAPTURES))
         found = (dispatch.attention for dispatch in self._dispatches.values())
         forwards = {type(site.module).forward for site in found if isinstance(site, HandWrittenSite)}
-        self.run.setup_s = _CAPTURE_S * len(forwards) + (_FIRST_CAPTURE_S if forwards and not compiling_ms() else 0.0)
+        if forwards:
+            first_s = 0.0 if compiling_ms() else _FIRST_CAPTURE_S
+            self.run.setup_s = python_pace() * (first_s + _CAPTURE_S * len(forwards))
 
     def _complain(self, lack: str) -> None:
         if self._plan.backend != "auto":

@@ -49,6 +49,7 @@ class Purse:
         self.owed_s: dict[str, float] = {}
         self._clock = clock
         self._plain_s: list[float] = []
+        self._step_s: float | None = None
         self._payer: list[float] = []  # for each open payment, the seconds paid inside it
 
     @property
@@ -57,9 +58,7 @@ class Purse:
 
         Of only a few steps the fastest counts: slow first steps must not raise the budget.
         """
-        if not self._plain_s:
-            return None
-        return statistics.median(self._plain_s) if len(self._plain_s) == _LOOKED_AT else min(self._plain_s)
+        return self._step_s
 
     @property
     def turn_s(self) -> float | None:
@@ -101,6 +100,8 @@ class Purse:
             return
         self._plain_s.append(seconds)
         del self._plain_s[:-_LOOKED_AT]
+        is_sure = len(self._plain_s) == _LOOKED_AT
+        self._step_s = statistics.median(self._plain_s) if is_sure else min(self._plain_s)
 
     def pay(self, what: str, seconds: float) -> None:
         self.spent_s[what] += seconds

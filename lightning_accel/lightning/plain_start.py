@@ -53,7 +53,6 @@ class PlainStart:
         self.steps = PlainSteps(self._trainer, purse)
         self._is_short = ""  # why the run is too short for trials; empty if it is not
         self._is_open = False  # the program and its sites were inspected
-        self._decided = 0  # comparisons that the live trials have decided
         self._may_wait = True  # where nothing has won, until the run can pay for what it could not try
         self.is_over = False
 
@@ -180,11 +179,13 @@ class PlainStart:
 
     def _try_the_rest(self, run: Run) -> None:
         """Restarts with techniques that were too expensive at first, once faster steps have saved enough time."""
-        tuning = None if run.live is None or run.live.have_failed or not self._purse.owed_s else run.live.tuning
+        live = run.live
+        if live is None or live.have_failed or not self._purse.owed_s:
+            return
+        tuning, trials = live.tuning, live.trials
         if tuning is None or tuning.whole is None or not tuning.is_proven:
             return
-        was_decided, self._decided = self._decided, len(tuning.results)
-        if not tuning.is_settled and self._decided == was_decided:  # a comparison is under way, and would be lost
+        if trials is not None and not trials.can_be_left:
             return
         left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0) / tuning.whole.interval.ratio
         rest = self._rest(_WORTH * left_s, may_wait=False)
@@ -272,12 +273,10 @@ class PlainStart:
 
     def _paid_back(self, costs_s: Mapping[str, float]) -> set[str]:
         """Returns the techniques that an earlier run has proven, if they save twice what they cost in this run."""
-        tuning = self._program.tuning
-        if tuning is None or not tuning.is_proven_as_a_whole:
+        if (tuning := self._program.tuning) is None:
             return set()
-        proven = costs_s.keys() & tuning.choices.keys()
-        saved_s = (1 - 1 / tuning.gain) * turns_left(self._trainer) * (self._purse.turn_s or 0.0)
-        return proven if 2 * sum(costs_s[name] for name in proven) <= saved_s else set()
+        left_s = turns_left(self._trainer) * (self._purse.turn_s or 0.0)
+        return {name for name, cost_s in costs_s.items() if 2 * cost_s < (1 - 1 / tuning.gain_of(name)) * left_s}
 
     def _put_off(self, costs_s: Mapping[str, float], chosen: set[str]) -> dict[str, str]:
         """Notes those of these techniques that are not tried now, and returns them with reasons."""

@@ -18,6 +18,7 @@ from lightning_accel.tuning.trial_scheduler import Course, Questions
 from lightning_accel.tuning.tuning_result import Tuning
 
 _GATHERED_EVERY = 8  # turns between two exchanges of several ranks
+_UNCLEAR_PAIRS = 28  # of a comparison that goes on: the difference is a small one
 
 
 class LiveTrials(Questions):
@@ -119,6 +120,12 @@ class LiveTrials(Questions):
             return None
         comparison, turn = self._pending[-1]
         return comparison if comparison is self._comparison and turn.side == side else None
+
+    @property
+    def can_be_left(self) -> bool:
+        """Whether no comparison would be lost now that may still show much."""
+        pairs = 0 if self._comparison is None else len(self._comparison.test)
+        return pairs == 0 or pairs >= _UNCLEAR_PAIRS
 
     def lose(self, name: str) -> None:
         """Removes an arm for the rest of the run. It is off already; a comparison that contains it ends."""

@@ -24,6 +24,7 @@ TIME_ONE_THING = {
     "data/tuned_loader.py": "the first fetch, with the start of workers",
     "data/pipeline_iteration.py": "fetches and preparations, of which a thread beside the training has many",
     "deploy/candidates.py": "the loading of a file, and a first call",
+    "experiment/python_pace.py": "a little Python, by processor time",
     "experiment/time_calls.py": "calls",
     "experiment/trial_runs.py": "what a trial costs the purse",
     "memory/planner.py": "a step between two synchronisations",

@@ -54,6 +54,18 @@ def test_a_run_that_begins_again_before_it_has_settled_asks_for_what_is_new_firs
     assert tuning.is_proven_as_a_whole
 
 
+def test_what_has_won_its_own_comparison_is_proven_without_an_audit_of_the_plan() -> None:
+    before = SimulatedRun({"attention": 1.5}).run()
+    later = SimulatedRun({"attention": 1.5, "layout": 1.3}).run()
+    unaudited = replace(later, whole=before.whole)
+    assert not unaudited.is_proven_as_a_whole
+    assert unaudited.gain_of("layout") == pytest.approx(1.3, rel=0.1)
+    without = replace(unaudited, results={WHOLE: unaudited.results[WHOLE]})
+    assert without.gain_of("layout") == 1.0
+    assert later.gain_of("attention") == pytest.approx(1.5, rel=0.1)
+    assert later.gain_of("fused") == 1.0  # of which nothing is known
+
+
 def test_a_proven_plan_stays_where_a_short_run_cannot_tell() -> None:
     runs = [SimulatedRun({"attention": 1.31}, 70, noise=0.2, seed=seed) for seed in range(20)]
     audited = [run.run(known=remembered()) for run in runs]

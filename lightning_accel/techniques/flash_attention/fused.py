@@ -68,6 +68,7 @@ class FusedAttention:
         # Steps of a training give the same shapes, and on a GPU the kernels wait for each of these calculations.
         self._known_plan = functools.lru_cache(maxsize=64)(self._plan)
         self._dtype = value(self.form.last).dtype
+        self._operands = [(*self.form.query, 0), (*self.form.key, 0), (*self.form.value, -1)]  # with their levels
 
     def call(self, *args: Any) -> Tensor:
         return self.compute(self.original, self._fused, args)
@@ -75,16 +76,14 @@ class FusedAttention:
     def _plan(self, *facts: Any) -> _Plan:
         """Plans a call whose inputs have these shapes, or are these numbers."""
         form, given = self.form, dict(zip(self.inputs, facts, strict=True))
-        operands = form.query, form.key, form.value
-        shapes = [_arranged_shape(given[node], order) for node, order in operands]
+        shapes = [_arranged_shape(given[node], order) for node, order, _ in self._operands]
         # Through reshapes the batch of the values is known to be that of the weights.
-        levels = _level_shapes(
-            _broadcast([shape[:-2] for shape in (shapes if len(form.levels) == 1 else shapes[:2])]), form.levels, given
-        )
+        batches = [shape[:-2] for shape in (shapes if len(form.levels) == 1 else shapes[:2])]
+        levels = _level_shapes(tuple(torch.broadcast_shapes(*batches)), form.levels, given)  # type: ignore[no-untyped-call]
         pair = _pair(next((shape for shape in levels if len(shape) == 2), levels[0]))
         is_ready = [
-            _is_in_order(order) and len(shape) == 4 and level == pair == shape[:-2]
-            for (_, order), shape, level in zip(operands, shapes, (levels[0], levels[0], levels[-1]), strict=True)
+            _is_in_order(order) and len(shape) == 4 and levels[level] == pair == shape[:-2]
+            for (_, order, level), shape in zip(self._operands, shapes, strict=True)
         ]
         edits = [_with_number(edit, given) for edit in form.edits]
         dropout_p = float(given.get(form.dropout_p, form.dropout_p))
@@ -98,10 +97,8 @@ class FusedAttention:
         plan = plan_of(*[arg.shape if isinstance(arg, Tensor) else arg for arg in args])
         levels, pair = plan.levels, plan.pair
         q, k, v = (
-            given[node] if is_ready else _folded(_arranged(given[node], order), level, pair, whole=True)
-            for (node, order), level, is_ready in zip(
-                (form.query, form.key, form.value), (levels[0], levels[0], levels[-1]), plan.is_ready, strict=True
-            )
+            given[node] if is_ready else _folded(_arranged(given[node], order), levels[level], pair, whole=True)
+            for (node, order, level), is_ready in zip(self._operands, plan.is_ready, strict=True)
         )
         edits = []
         for index, edit in enumerate(plan.edits):
@@ -211,10 +208,6 @@ def _arranged_shape(shape: torch.Size, order: Order) -> Shape:
 @functools.cache
 def _is_in_order(order: Order) -> bool:
     return order == tuple(range(len(order)))
-
-
-def _broadcast(shapes: list[Shape]) -> Shape:
-    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _level_shapes(first: Shape, levels: Sequence[Sequence[Any]], given: dict[Node, Any]) -> list[Shape]:

@@ -150,7 +150,8 @@ class PlainStart:
         if purse.owed_s and not self._rest(may_wait=True):
             return
         if not self._is_open:
-            opening_s = self._program.opening_s
+            with purse.paying("setting up"):
+                opening_s = self._program.opening_s  # once: how fast this machine is has to be measured
             if not (self._kept.put_on or purse.can_pay(opening_s)):
                 is_sure = purse.done >= _SURE_STEPS  # the time of a step is certain
                 if is_sure and purse.step_s is not None and purse.total_s < opening_s:

@@ -181,6 +181,11 @@ class Program:
         return self._held, tuple((tensor.shape, tensor.dtype) for tensor in self._first)
 
     @property
+    def has_no_past(self) -> bool:
+        """Whether no earlier run can have left anything for it: one that is too short then has nothing to look up."""
+        return not (self._held or self.kept.is_decided or self.earlier)
+
+    @property
     def tuning(self) -> Tuning | None:
         """Returns the settled results of an earlier run: of this module, of this program, or of a similar one."""
         of_program = None if self.known is None else self.known.tuning

@@ -150,6 +150,9 @@ class PlainStart:
         if purse.owed_s and not self._rest(may_wait=True):
             return
         if not self._is_open:
+            if self._is_short and self._program.has_no_past:
+                self._end(self._is_short)
+                return
             with purse.paying("setting up"):
                 opening_s = self._program.opening_s  # once: how fast this machine is has to be measured
             if not (self._kept.put_on or purse.can_pay(opening_s)):

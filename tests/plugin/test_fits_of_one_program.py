@@ -56,6 +56,18 @@ def test_the_next_of_fits_that_are_too_short_is_not_looked_at(size: int, monkeyp
     assert len(looked_at) == 1
 
 
+def test_a_first_fit_that_is_too_short_is_not_asked_what_setting_up_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure how fast the machine is takes as long as a small step or two."""
+    asked: list[int] = []
+    monkeypatch.setattr(met_programs, "python_pace", lambda: asked.append(1) or 1.0)
+    with begun(2.0) as time:
+        fit(Beginner(time), 20)
+    assert not asked
+    with begun(2.0) as time:
+        fit(Beginner(time), 300)
+    assert asked
+
+
 def test_a_fit_that_is_known_to_be_too_short_says_what_it_may_pay() -> None:
     for _ in range(2):
         with begun(2.0) as time:

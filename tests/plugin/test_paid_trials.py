@@ -242,8 +242,7 @@ def test_it_is_tried_before_the_parts_of_what_is_faster_already(
 def test_nor_does_it_wait_for_a_comparison_that_cannot_tell(
     tried: type[Tried], has_precision: None, has_idle: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is asked again later. Its difference is a small one by then, if there is any."""
-    monkeypatch.setattr(tried, "traits", Traits(trial_steps=30.0))  # which are earned while it is under way
+    monkeypatch.setattr(tried, "traits", Traits(trial_steps=30.0))  # earned while it is under way
     with begun(1.3) as time:
         tried.time, time.noise = time, 0.05
         plugin = fit(InTwo(time), 1_500, accel=AUTO)

@@ -103,7 +103,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
     """
     script = tmp_path_factory.mktemp("loops") / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
-    for _ in range(12):
+    for _ in range(40):
         command = [sys.executable, str(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         off = re.search(r"^accelerated off (.*)$", done.stdout, re.MULTILINE)
@@ -132,9 +132,9 @@ def test_the_heap_is_left_alone_until_live_trials_put_the_arm_on(loops: dict[str
 
 
 @pytest.mark.medium
-def test_once_it_is_on_a_step_asks_for_a_quarter_at_most(loops: dict[str, dict[str, str]]) -> None:
-    plain, accelerated = (sum(counts(loops[mode]["counts"])[20:]) for mode in ("plain", "accelerated"))
-    assert accelerated < plain / 4
+def test_once_it_is_on_a_step_asks_for_a_quarter_of_a_tensor_at_most(loops: dict[str, dict[str, str]]) -> None:
+    last = counts(loops["accelerated"]["counts"])[20:]
+    assert sum(last) < len(last) * PAGES_A_TENSOR / 4
 
 
 @pytest.mark.medium

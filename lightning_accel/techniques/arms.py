@@ -50,7 +50,7 @@ class Live:
     variants: tuple[str, ...] = ()  # of a technique that acts without sites, and hears of them by `Switched`
     settle_of: Mapping[str, int] = field(default_factory=dict)  # choices that need more steps to settle than others
     has: Callable[[str], bool] = lambda choice: True  # whether a choice is possible; asked before it is compared
-    saves_memory: bool = False  # whether it is meant to save memory: it stays unless the run is slower with it
+    saves_memory: bool = False  # whether it is meant to save memory: while it does, it stays unless the run is slower
     gain_ms: float | None = None  # the most that it can gain in a step, by its trial; None if nothing was timed
     starts_off: bool = False  # whether it is off until live trials put it on; it stays off in a run too short for them
     loses_little: bool = False  # whether it can hardly make steps slower: asked early after a plan that lost

@@ -18,7 +18,7 @@ import torch
 
 from lightning_accel.core.purse import Purse
 from lightning_accel.experiment.pair_schedule import Schedule
-from lightning_accel.experiment.pair_test import PairTest
+from lightning_accel.experiment.pair_test import PairTest, price_of_memory
 from lightning_accel.experiment.screening import LATEST, LatestTimes
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
@@ -165,7 +165,8 @@ class Questions:
             return
         if is_first and arm.saves_memory and arm.name in held:
             result = yield from self._ask(f"without {arm.name}", held, without, alpha)
-            if result.is_won:
+            saves_nothing = bool(result.peak_bytes) and not price_of_memory(*result.peak_bytes)
+            if result.is_won or (saves_nothing and result.interval.ratio > 1):
                 self._hold(without)
             return
         result = yield from self._ask(_question(arm, choice), original, with_it, alpha)

@@ -126,17 +126,23 @@ def test_steps_after_a_switch_are_charged_to_the_switch() -> None:
     assert tuning.whole.interval.ratio == pytest.approx(1.2, rel=0.03)
 
 
+class SimulatedPeak(PeakMemory):
+    """1,000 MiB without an arm, and another number with it."""
+
+    def __init__(self, run: SimulatedRun, arm: str, mebibytes: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self._run, self._arm, self._mebibytes = run, arm, mebibytes
+
+    def peak_bytes(self) -> int:
+        return (self._mebibytes if self._run.now[self._arm] == "on" else 1000) << 20
+
+    def restart(self) -> None: ...
+
+
 def test_an_arm_that_needs_more_memory_has_to_win_ten_percent() -> None:
     def tuned(speedup: float) -> Tuning:
         run = SimulatedRun({"hungry": speedup})
-
-        class SimulatedPeak(PeakMemory):
-            def peak_bytes(self) -> int:
-                return (1100 if run.now["hungry"] == "on" else 1000) << 20
-
-            def restart(self) -> None: ...
-
-        return run.run(peak=SimulatedPeak(torch.device("cpu")))
+        return run.run(peak=SimulatedPeak(run, "hungry", 1100))
 
     assert tuned(1.05).choices == {}
     assert tuned(1.05).results["whole plan"].verdict == "needs more memory"
@@ -144,14 +150,23 @@ def test_an_arm_that_needs_more_memory_has_to_win_ten_percent() -> None:
     assert tuned(1.3).choices == {"hungry": "on"}
 
 
-def test_what_saves_memory_stays_unless_the_run_is_slower_with_it() -> None:
-    def tuned(speedup: float) -> Tuning:
-        saver = SimulatedRun({"fast": 1.5, "saver": speedup}, saves_memory=True)
-        saver.arms[0] = Arm("fast", ("on",), saver.chooser("fast"))
-        return saver.run()
+def with_a_saver(speedup: float) -> SimulatedRun:
+    run = SimulatedRun({"fast": 1.5, "saver": speedup}, saves_memory=True)
+    run.arms[0] = Arm("fast", ("on",), run.chooser("fast"))
+    return run
 
-    assert tuned(1.0).choices == {"fast": "on", "saver": "on"}
-    assert tuned(0.9).choices == {"fast": "on"}
+
+def test_what_saves_memory_stays_unless_the_run_is_slower_with_it() -> None:
+    assert with_a_saver(1.0).run().choices == {"fast": "on", "saver": "on"}
+    assert with_a_saver(0.9).run().choices == {"fast": "on"}
+
+
+@pytest.mark.parametrize(("mebibytes", "kept"), [(800, True), (1000, False)])
+def test_what_makes_steps_a_little_slower_stays_where_it_does_save_memory(mebibytes: int, kept: bool) -> None:
+    run = with_a_saver(0.99)
+    tuning = run.run(peak=SimulatedPeak(run, "saver", mebibytes))
+    assert tuning.results["without saver"].verdict != "faster"
+    assert ("saver" in tuning.choices) == kept
 
 
 def test_out_of_memory_is_a_verdict() -> None:

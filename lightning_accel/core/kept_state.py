@@ -79,9 +79,7 @@ def keep_values(
     for path, tensor in tensors:
         kinds[(type(tensor), tensor.dtype, tensor.device) if packed else len(kinds)].append((path, tensor))
     copies = [
-        torch.cat([one if one.dim() == 1 else one.reshape(-1) for _, one in alike]).detach()
-        if packed
-        else _copied(alike[0][1], copies_on)
+        _packed([tensor for _, tensor in alike]) if packed else _copied(alike[0][1], copies_on)
         for alike in kinds.values()
     ]
 
@@ -151,6 +149,12 @@ def keep_training(module: nn.Module, optimizers: Iterable[Optimizer], copies_on:
 def _address_of(tensor: Tensor) -> int:
     storage = storage_of(tensor)
     return 0 if storage is None else storage.data_ptr()
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    if any(map(Tensor.dim, tensors)):
+        return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in tensors]).detach()
+    return torch.stack(tensors).detach()  # as norm layers count their batches: without a view of each
 
 
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:

@@ -72,12 +72,12 @@ def keep_values(
 ) -> Restore:
     """Keeps and compares the values of tensors: batch norm kernels write statistics without a new version number.
 
-    Copies are stored on ``copies_on``. If ``packed``, one kernel copies all tensors of a dtype: every step does this
-    with the statistics of all norm layers.
+    Copies are stored on ``copies_on``. If ``packed``, one kernel copies all tensors of a dtype and rank: every step
+    does this with the statistics of all norm layers.
     """
     kinds: defaultdict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
     for path, tensor in tensors:
-        kinds[(type(tensor), tensor.dtype, tensor.device) if packed else len(kinds)].append((path, tensor))
+        kinds[(type(tensor), tensor.dtype, tensor.device, tensor.ndim) if packed else len(kinds)].append((path, tensor))
     copies = [
         _packed([tensor for _, tensor in alike]) if packed else _copied(alike[0][1], copies_on)
         for alike in kinds.values()
@@ -152,9 +152,9 @@ def _address_of(tensor: Tensor) -> int:
 
 
 def _packed(tensors: list[Tensor]) -> Tensor:
-    if any(map(Tensor.dim, tensors)):
-        return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in tensors]).detach()
-    return torch.stack(tensors).detach()  # as norm layers count their batches: without a view of each
+    if tensors[0].ndim == 0:
+        return torch.stack(tensors).detach()
+    return torch.cat(tensors if tensors[0].ndim == 1 else [one.reshape(-1) for one in tensors]).detach()
 
 
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:

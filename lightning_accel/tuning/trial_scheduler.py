@@ -187,7 +187,7 @@ class Questions:
 
         Args:
             proven: The plan that ``tuning.whole`` has shown to be faster. Until it is refuted, it stays if no other
-                plan is shown to be faster.
+                plan is shown to be faster. If another one loses, it is audited, too.
         """
         while held := dict(self.tuning.choices):
             if proven is not None and held != proven and self._left < self._least_turns({}, held):
@@ -196,10 +196,13 @@ class Questions:
             if result.is_won:
                 self._hold(held, result)
                 return
-            if proven is not None:
-                if held != proven or result.verdict == "cannot tell":
-                    break
-                proven = None
+            if proven is not None and result.verdict == "cannot tell":
+                break
+            if proven is not None and held != proven:  # what is nearly the same has lost: it is asked anew
+                self._hold(proven)
+                proven = dict(self.tuning.choices)
+                continue
+            proven = None
             least = min(held, key=self._gain_of)
             self._say(f"{least} is taken back: with it the run was not faster than plain for sure ({result.interval})")
             del held[least]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +26,8 @@ def cache(*, clear: bool = False) -> int:
     from lightning_accel.tuning.verdict_cache import TUNINGS  # late: --help answers without torch
 
     compiled = (("compiled kernels", "compile", kernel_folder()), ("compiled programs", "XLA", xla_folder()))
-    sizes = [(*one, format_bytes(size)) for one in compiled if (size := _size_bytes(one[-1]))]
+    sized = [(one, sum(path.stat().st_size for path in one[-1].rglob("*") if path.is_file())) for one in compiled]
+    sizes = [(*one, format_bytes(size)) for one, size in sized if size]
     if clear:
         count = sum(Store(name).clear() for name in STORES)
         for _, _, within in compiled:
@@ -54,7 +54,3 @@ def cache(*, clear: bool = False) -> int:
     for line in (*lines, *complaints):
         print(line)
     return 0
-
-
-def _size_bytes(within: Path) -> int:
-    return sum(path.stat().st_size for path in within.rglob("*") if path.is_file())

@@ -30,7 +30,8 @@ def living_optimizers(model: nn.Module) -> list[Optimizer]:
     ids = set(map(id, kinds))
     # Instances refer to their class. To list all objects and check each takes twice as long.
     found: list[Any] = [thing for thing in gc.get_referrers(*kinds) if id(type(thing)) in ids]
-    stepping = [optimizer for optimizer in found if "param_groups" in vars(optimizer) and not _wraps_another(optimizer)]
+    having = [(one, map(type, vars(one).values())) for one in found if "param_groups" in vars(one)]
+    stepping = [one for one, held in having if ids.isdisjoint(map(id, held))]  # the others wrap an optimizer
     own = {id(parameter) for parameter in model.parameters()}
     return [one for one in stepping if any(id(p) in own for group in one.param_groups for p in group["params"])]
 
@@ -73,7 +74,3 @@ class KnownOptimizers:
 
 def _kinds_of(kind: type) -> list[type]:
     return [kind, *chain.from_iterable(map(_kinds_of, kind.__subclasses__()))]
-
-
-def _wraps_another(optimizer: Optimizer) -> bool:
-    return any(issubclass(type(value), Optimizer) for value in vars(optimizer).values())

@@ -39,7 +39,8 @@ def waiting_advice(
     """
     if data_wait_frac <= WORTH_ADVICE:
         return []
-    tuned = [loader for loader in loaders if isinstance(loader, TunedLoader) or _is_around_tuned(loader)]
+    inner = [(one, one.loader if isinstance(one, DevicePipeline) else one) for one in loaders]
+    tuned = [loader for loader, within in inner if isinstance(within, TunedLoader)]
     known = [loader for loader in loaders if isinstance(loader, DataLoader) and loader not in tuned]
     theirs = known if makes_loaders else []
     pipelines = [loader for loader in loaders if isinstance(loader, DevicePipeline)]
@@ -87,7 +88,3 @@ def waiting_advice(
             " __getitem__, its disk, or more cores."
         )
     return lines
-
-
-def _is_around_tuned(loader: Any) -> bool:
-    return isinstance(loader, DevicePipeline) and isinstance(loader.loader, TunedLoader)

@@ -165,8 +165,8 @@ class Questions:
             return
         if is_first and arm.saves_memory and arm.name in held:
             result = yield from self._ask(f"without {arm.name}", held, without, alpha)
-            saves_nothing = bool(result.peak_bytes) and not price_of_memory(*result.peak_bytes)
-            if result.is_won or (saves_nothing and result.interval.ratio > 1):
+            is_open = result.verdict == "cannot tell" and result.peak_bytes  # not where it has run out of memory
+            if result.is_won or (is_open and not price_of_memory(*result.peak_bytes) and result.interval.ratio > 1):
                 self._hold(without)
             return
         result = yield from self._ask(_question(arm, choice), original, with_it, alpha)

@@ -24,7 +24,7 @@ RESULTS ?= $(or $(OUT),docs/results)
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare them (4 to 10 minutes on 2 cores)
+demo: $(STAMP)  ## Train two real models, plain and accelerated, and compare them (3 to 4 minutes on 2 cores)
 	$(BIN)/python examples/demo.py
 
 # A file is one worker's, in the order of the folders: what a file's tests share is made once. Bytecode is kept whatever

@@ -185,7 +185,7 @@ REMARKS = {
 TUNING_COLUMNS = ("", "steps", "settled", "steps to settle", "its share of the best", "plain by tuned time")
 DEMO_MODELS = {
     "digits": "residual CNN, digits at 40x40, 32 a step",
-    "bytes_gpt": "GPT on bytes, 3.3M parameters, 4 x 512 tokens a step",
+    "bytes_gpt": "GPT of two blocks on bytes, 4 x 512 tokens a step",
 }
 PLOTS = {
     "attention_memory": (

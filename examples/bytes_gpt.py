@@ -168,11 +168,17 @@ class StdlibText(LightningDataModule):
 
 
 def train(
-    *, plain: bool = False, epochs: int = 3, batch_size: int = 8, seq_len: int = 256, **trainer_options: Any
+    *,
+    plain: bool = False,
+    epochs: int = 3,
+    batch_size: int = 8,
+    seq_len: int = 256,
+    depth: int = 4,
+    **trainer_options: Any,
 ) -> Trainer:
     """Trains, and returns the Trainer; ``trainer_options`` go to it as they are."""
     seed_everything(0)
-    model = BytesGPT(seq_len=seq_len)
+    model = BytesGPT(seq_len=seq_len, depth=depth)
     data = StdlibText(batch_size=batch_size, seq_len=seq_len)
     plugins = [] if plain else [AccelPlugin()]  # the one line
     # A pass over all of the text takes minutes on a CPU: an epoch is a short random part of it.

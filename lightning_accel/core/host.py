@@ -24,7 +24,10 @@ HostKind = Literal["cuda", "rocm", "xla", "mps", "cpu"]
 # bfloat16 for every AMD card. https://rocm.docs.amd.com/en/latest/reference/precision-support.html
 _BF16_ARCHITECTURES = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
-SLOW_BF16 = "this CPU has neither AMX nor a fast AVX512-BF16: bfloat16 would be slower than float32"
+SLOW_BF16 = "this CPU has neither AMX nor a fast AVX512-BF16 that torch may use: bfloat16 would be slower than float32"
+
+# https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
+_ONEDNN_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 
 # The widest first, by their names in torch.cpu.get_capabilities().
 _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512_f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
@@ -162,6 +165,10 @@ def _cpu_capabilities() -> dict[str, Any]:
 
 
 def _is_faster_in_bf16(name: str, cpu: dict[str, Any]) -> bool:
+    # Only oneDNN has kernels for it. Without them a product takes a hundred times as long.
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    if limit.upper() in _ONEDNN_WITHOUT_BF16 or not torch.backends.mkldnn.is_available():
+        return False
     # Intel's CPUs with AVX512-FP16 have AMX for it, which some virtual machines hide. AVX512-BF16 alone is slower there
     # than float32: oneDNN 3.12, claim 2 in docs/claims.md.
     lacks_amx = "Intel" in name and cpu.get("avx512_fp16")

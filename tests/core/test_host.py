@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -57,7 +59,17 @@ def test_bfloat16_is_native_with_amx_or_avx512_bf16_but_not_where_a_virtual_mach
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(host_module, "_cpu_name", lambda: name)
-    assert Host.detect("cpu").native_bf16 is is_native
+    with mock.patch.dict(os.environ, ONEDNN_MAX_CPU_ISA=""):
+        assert Host.detect("cpu").native_bf16 is is_native
+
+
+@pytest.mark.parametrize(("limit", "is_native"), [("avx2", False), ("AVX512_CORE", False), ("AVX512_CORE_AMX", True)])
+def test_bfloat16_is_not_native_where_onednn_is_told_to_use_less_than_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch, limit: str, is_native: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    with mock.patch.dict(os.environ, ONEDNN_MAX_CPU_ISA=limit):
+        assert Host.detect("cpu").native_bf16 is is_native
 
 
 @pytest.mark.parametrize(
@@ -93,7 +105,8 @@ def test_linux_tells_the_widest_instructions_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(Path, "read_text", lambda self, **_: cpuinfo)
     monkeypatch.setattr(host_module, "_cpu_name", host_module._cpu_name.__wrapped__)  # which is asked once a process
-    host = Host.detect("cpu")
+    with mock.patch.dict(os.environ, ONEDNN_MAX_CPU_ISA=""):
+        host = Host.detect("cpu")
     assert (host.device_name, host.instructions, host.native_bf16) == ("A Xeon", "AVX512-BF16", True)
 
 

@@ -49,8 +49,7 @@ class Card:
         """
         if device.type != "cuda" or torch.version.hip is not None:
             raise NoCardError(f"this run is on {device.type}, and NVML knows NVIDIA's cards only")
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return cls.find(uuid, device.index or 0)
+        return cls.find(str(torch.cuda.get_device_properties(device).uuid), device.index or 0)
 
     @classmethod
     def find(cls, uuid: str, index: int) -> Card:

@@ -167,7 +167,8 @@ def _cpu_capabilities() -> dict[str, Any]:
 def _is_faster_in_bf16(name: str, cpu: dict[str, Any]) -> bool:
     # Only oneDNN has kernels for it. Without them a product takes a hundred times as long.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    if limit.upper() in _ONEDNN_WITHOUT_BF16 or not torch.backends.mkldnn.is_available():
+    onednn: Any = torch.backends.mkldnn
+    if limit.upper() in _ONEDNN_WITHOUT_BF16 or not (onednn.is_available() and onednn.enabled):
         return False
     # Intel's CPUs with AVX512-FP16 have AMX for it, which some virtual machines hide. AVX512-BF16 alone is slower there
     # than float32: oneDNN 3.12, claim 2 in docs/claims.md.

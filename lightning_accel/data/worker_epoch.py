@@ -120,9 +120,8 @@ def rebuilt(
         generator: Of what it draws itself.
         pins: Whether batches are to be in pinned memory, also where ``loader`` does not say so.
     """
-    more: dict[str, Any] = {"batch_size": None, "sampler": order}
-    if loader.batch_sampler is not None:
-        more = {"batch_sampler": order}
+    has_batches = loader.batch_sampler is not None
+    more: dict[str, Any] = {"batch_sampler": order} if has_batches else {"batch_size": None, "sampler": order}
     if workers.count:
         more |= {"prefetch_factor": workers.prefetch, "persistent_workers": workers.is_kept}
         more |= {"worker_init_fn": loader.worker_init_fn, "timeout": _PATIENCE_S}

@@ -71,8 +71,7 @@ class Record:
         """
         begin = self.steps[0].first + beginning * self.num_steps if self.steps else 0
         late = [some for some in self.steps if some.looked_at and some.first >= begin]
-        chosen = late or [some for some in self.steps if some.looked_at]
-        return mean_parts_ms(chosen)
+        return mean_parts_ms(late or [some for some in self.steps if some.looked_at])
 
     @property
     def peak_memory_mib(self) -> float | None:

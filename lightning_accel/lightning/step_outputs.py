@@ -105,9 +105,7 @@ class StepOutputs(Layer):
         self._steps[stage] += 1
         self._was_laid_out |= form.is_laid_out
         is_look = stage in self._mended or self._steps[stage].bit_count() == 1  # the 1st, 2nd, 4th, 8th ...
-        parameters: list[tuple[nn.Parameter, Tensor]] = []
-        if is_look:
-            parameters = [(p, p.data) for p in self._module.parameters()]
+        parameters = [(p, p.data) for p in self._module.parameters()] if is_look else []
         outputs = call(*args, **kwargs)
         if any(map(form.technique, tensors_in(outputs))):
             outputs = map_tensors(form.plain, outputs)
@@ -176,7 +174,7 @@ class StepOutputs(Layer):
         """Returns whether a module attribute, or the end of a list, is in a form: a cheap check for every step."""
         values = [part[-1] if type(part) is list and part else part for part in vars(self._module).values()]
         own = self._own or {}
-        return any(isinstance(t, Tensor) and form.technique(t) is not None and id(t) not in own for t in values)
+        return any(form.technique(t) is not None and id(t) not in own for t in values if isinstance(t, Tensor))
 
     def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Searches for tensors that a step left in another form, and converts them to the plain form."""

@@ -141,8 +141,7 @@ class AccelXLAPlugin(TrainerPlugin, Autocast, XLAPrecision):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Copies and other processes get the settings; a run in progress stays here.
-        running = ("_run", "_added_logger", "_compilations")
-        return vars(self) | dict.fromkeys(running)
+        return vars(self) | dict.fromkeys(("_run", "_added_logger", "_compilations"))
 
 
 @contextmanager

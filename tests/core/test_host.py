@@ -64,12 +64,19 @@ def test_bfloat16_is_native_with_amx_or_avx512_bf16_but_not_where_a_virtual_mach
 
 
 @pytest.mark.parametrize(("limit", "is_native"), [("avx2", False), ("AVX512_CORE", False), ("AVX512_CORE_AMX", True)])
-def test_bfloat16_is_not_native_where_onednn_is_told_to_use_less_than_the_processor_has(
+def test_bfloat16_is_not_native_where_onednn_must_do_with_less_than_the_processor_has(
     monkeypatch: pytest.MonkeyPatch, limit: str, is_native: bool
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     with mock.patch.dict(os.environ, ONEDNN_MAX_CPU_ISA=limit):
         assert Host.detect("cpu").native_bf16 is is_native
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch, of its own flags
+def test_bfloat16_is_not_native_where_onednn_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not Host.detect("cpu").native_bf16
 
 
 @pytest.mark.parametrize(

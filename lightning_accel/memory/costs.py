@@ -143,7 +143,13 @@ def measure_block(
     """
 
     def following(policy: Policy) -> Call:
-        return lambda *args, **kwargs: run_block(policy, block, original, args, kwargs, offloader)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs = run_block(policy, block, original, args, kwargs, offloader)
+            if offloader is not None:
+                offloader.drain()  # in a step, later blocks leave time for this
+            return outputs
+
+        return run
 
     passes = Passes(block)
     costs: dict[Policy, BlockCost] = {}
@@ -153,7 +159,7 @@ def measure_block(
             with isolated(block):
                 if policy == "keep":
                     saved = _saved_by_operator(passes, following(policy), args, kwargs)
-                costs[policy] = _metered(passes, following(policy), args, kwargs, meter, offloader)
+                costs[policy] = _metered(passes, following(policy), args, kwargs, meter)
         except MeterBusyError:
             raise
         except Exception:
@@ -177,7 +183,7 @@ def _timed(passes: Passes, runs: Mapping[Policy, Call], args: Any, kwargs: Any) 
     return {policy: took if policy == "keep" else max(took, least) for policy, took in ms.items()}
 
 
-def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, offloader: Offloader | None) -> BlockCost:
+def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter) -> BlockCost:
     """Meters one forward and backward run. Arguments that are still alive after forward are held by the block."""
     leaves, inputs = passes.copies(args, kwargs)
     wanted = leaves + [p for p in passes.module.parameters() if p.requires_grad]
@@ -188,8 +194,6 @@ def _metered(passes: Passes, run: Call, args: Any, kwargs: Any, meter: Meter, of
         with torch.enable_grad():
             results = [t for t in tensors_in(run(*inputs[0], **inputs[1])) if t.requires_grad]
         del inputs
-        if offloader is not None:
-            offloader.drain()  # in a step, later blocks leave time for this
         meter.mark("between")
         result_bytes, held_bytes = _bytes_of(storages_of(results).difference(arguments)), _bytes_of(arguments)
         gradients = [torch.ones_like(t) for t in results]

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,10 +62,7 @@ class _Captured:
         pool = torch.cuda.graph_pool_handle()
         outside = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
-        # Of another priority than streams of pipelines and of offloading. torch hands out 32 of each in turn: one of
-        # many captures would get a stream on which another thread works.
-        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():
+        with torch.cuda.device(device), torch.cuda.stream(_stream(device)), torch.enable_grad():
             for _ in range(_WARM_UPS):
                 results = function(*self._inputs)
                 self._gradients(results, [torch.zeros_like(output) for output in _differentiable(results)])
@@ -99,6 +97,16 @@ class _Captured:
 
     def _gradients(self, results: Any, given: list[Tensor]) -> list[Tensor | None]:
         return list(torch.autograd.grad(_differentiable(results), self._wanted, given, allow_unused=True))
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of all captures: for each stream, cuBLAS keeps workspaces (64 MiB on Hopper) for good.
+
+    Its priority is another than that of pipelines and of offloading. torch hands out 32 streams of each in turn: one of
+    many streams would be one on which another thread works.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class _Replay(torch.autograd.Function):

@@ -79,6 +79,19 @@ def test_a_replay_computes_what_the_function_computes() -> None:
     check_replays(block())
 
 
+def test_all_captures_are_on_one_stream_so_that_cublas_keeps_workspaces_for_one() -> None:
+    streams = set()
+
+    def noting(x: Tensor) -> Tensor:
+        streams.add(torch.cuda.current_stream())
+        return x * 2
+
+    for _ in range(3):
+        capture_on_cuda(noting, (torch.ones(8, device="cuda", requires_grad=True),))
+    assert len(streams) == 1
+    assert torch.cuda.default_stream() not in streams
+
+
 def test_what_another_thread_does_meanwhile_ends_neither() -> None:
     with busy_thread() as failures:
         for _ in range(10):

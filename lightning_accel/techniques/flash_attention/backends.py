@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,8 +142,18 @@ class FlashImplementation(SdpaKernel):
     @override
     def __call__(self, call: AttentionCall) -> Tensor:
         name, current = self.name.upper(), attention.current_flash_attention_impl
-        with nullcontext() if current() == name else temporarily(current, _activate, name):
+        if current() == name:
             return super().__call__(call)
+        with temporarily(current, _activate, name):
+            out = super().__call__(call)
+        node = out.grad_fn
+        if node is not None and "ScaledDotProduct" not in node.name():
+            node = node.next_functions[0][0]  # torch has padded the heads, and cuts its output
+        if node is not None:  # the implementation has a backward pass, too
+            stack = ExitStack()
+            node.register_prehook(lambda _: stack.enter_context(temporarily(current, _activate, name)))
+            node.register_hook(lambda *_: stack.close())
+        return out
 
 
 class FlashAttn(Backend):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import attention
 from torch.nn import functional as F
 
 from lightning_accel import AccelError, AccelWarning, Host
@@ -127,6 +128,30 @@ def test_flash_attn_with_padding_gives_values_and_gradients_of_masked_attention(
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(found)
     torch.testing.assert_close(*(torch.autograd.grad(out, (q, k, v), weights) for out in (found, expected)))
+
+
+def test_flash_attention_3_is_active_in_its_forward_and_its_backward_pass_and_at_no_other_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On torch's own kernel of the CPU: what is recorded is when torch is told to use another implementation."""
+    happened: list[str | None] = [None]
+    active = SimpleNamespace(name=None)
+
+    def activate(name: str | None) -> None:
+        active.name = name
+        happened.append(name)
+
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: active.name)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: activate(None))
+    q, k, v = torch.randn(3, 2, 4, 16, 32).requires_grad_().unbind()
+    out = BACKENDS["fa3"](AttentionCall(query=q, key=k, value=v))
+    out.register_hook(lambda _: happened.append("the output's gradient"))
+    q.register_hook(lambda _: happened.append("the query's gradient"))
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)
+    backward = ["the output's gradient", "FA3", None, "the query's gradient"]
+    assert happened == [None, "FA3", None, *backward, *backward]
 
 
 def test_flash_attn_with_padding_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class Interval:
             data_wait_ms=_per(sum(wait_ms), len(cycle_ms)) if knows_wait else None,
             peak_memory_mib=None if self.memory is None else self.memory.peak_bytes() / 2**20,
             peak_memory_source="" if self.memory is None else self.memory.source,
-            host_rss_mib=None if self.memory is None else psutil.Process().memory_info().rss / 2**20,
+            host_rss_mib=None if self.memory is None else _host_rss_mib(),
             flops_per_step=self.flops.flops,
             peak_flops=self._peak_flops,
             loss_scale=None if scaler is None else float(scaler.get_scale()),
@@ -117,6 +117,13 @@ class Interval:
 
     def _skipped_steps(self) -> int | None:
         return getattr(self._scaler(), "skipped_steps", None)
+
+
+def _host_rss_mib() -> float | None:
+    try:
+        return float(psutil.Process().memory_info().rss) / 2**20
+    except (OSError, psutil.Error):  # without /proc, or where no file can be opened any more
+        return None
 
 
 def _per(amount: float, total: float) -> float:

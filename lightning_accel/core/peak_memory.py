@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,6 +50,7 @@ class PeakMemory:
         return max(self._before, self._read())
 
 
+_CLEAR_REFS = "/proc/self/clear_refs"  # man 5 proc
 _WINDOWS: dict[torch.device | None, weakref.WeakSet[PeakMemory]] = {}
 
 
@@ -64,22 +67,23 @@ def _counter_of(device: torch.device) -> tuple[str, Callable[[], int], Callable[
     return "process high-water mark since its start", _peak_since_start, None
 
 
-@functools.cache  # asking resets the peak
+@functools.cache
 def may_reset_peak() -> bool:
-    """Returns whether this process may reset its own peak, as Linux allows (``man 5 proc``, clear_refs)."""
-    try:
-        _reset_peak()
-        return _peak_since_reset() > 0
-    except OSError:
-        return False
+    """Returns whether this process may reset its own peak, as Linux allows. To ask does not reset it."""
+    return os.access(_CLEAR_REFS, os.W_OK) and _peak_since_reset() > 0
 
 
 def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    with suppress(OSError):  # no file can be opened any more: the window contains what was before it
+        Path(_CLEAR_REFS).write_text("5", encoding="ascii")
 
 
 def _peak_since_reset() -> int:
-    mark = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:  # no file can be opened any more
+        return _peak_since_start()
+    mark = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     return int(mark[1]) * 1024 if mark is not None else 0
 
 

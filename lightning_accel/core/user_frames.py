@@ -47,11 +47,22 @@ def is_event(error: BaseException) -> bool:
 
     The handler of a signal has raised it, or the user's code has met an error of the system.
     """
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
-    if not {*map(_code_of, handlers)}.isdisjoint(codes):
+    if not {*map(_code_of, handlers)}.isdisjoint(frame.f_code for frame in frames):
         return True
-    return isinstance(error, OSError) and bool(codes) and is_users(codes[-1].co_filename)
+    # Whether the user's code or this package has called what failed, a function of a library's, say.
+    callers = (_is_users_frame(frame) for frame in reversed(frames) if _is_users_frame(frame) or _is_ours(frame))
+    return isinstance(error, OSError) and next(callers, False)
+
+
+def _is_users_frame(frame: FrameType) -> bool:
+    # What is typed in, or given by `python -c`, has no file.
+    return is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("lightning_accel.")
 
 
 def is_for_the_user(error: BaseException) -> bool:

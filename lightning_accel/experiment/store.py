@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
 from lightning_accel.core.atomic_write import write_whole
@@ -22,11 +24,24 @@ STORES = ("tuning", "verdicts", "searches", "allocators")
 
 
 def cache_folder() -> Path:
-    """Returns ``$LIGHTNING_ACCEL_CACHE``, or ``$XDG_CACHE_HOME/lightning-accel`` or ``~/.cache/lightning-accel``."""
+    """Returns ``$LIGHTNING_ACCEL_CACHE``, or ``$XDG_CACHE_HOME/lightning-accel`` or ``~/.cache/lightning-accel``.
+
+    A user without a home has a folder that ends with the process.
+    """
     if given := os.environ.get("LIGHTNING_ACCEL_CACHE"):
         return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning-accel"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "lightning-accel"
+    try:
+        return Path.home() / ".cache" / "lightning-accel"
+    except RuntimeError:  # a user without a home, in a container say
+        return Path(_folder_of_process().name)
+
+
+@functools.cache
+def _folder_of_process() -> TemporaryDirectory[str]:
+    """Returns a folder that goes when the process does, so that nothing is remembered."""
+    return TemporaryDirectory(prefix="lightning-accel-", ignore_cleanup_errors=True)
 
 
 def kernel_folder() -> Path:

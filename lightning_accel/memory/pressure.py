@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Pressure:
         if is_larger:
             self._largest = elements
         if self._steps % _LOOK_EVERY == _FIRST_STEPS:
-            self._is_tight = PeakMemory(self._device).peak_bytes() > _TIGHT * limit_bytes(self._device)
+            with suppress(OSError):  # without /proc, nobody knows how much there is
+                self._is_tight = PeakMemory(self._device).peak_bytes() > _TIGHT * limit_bytes(self._device)
         return is_larger or self._is_tight or self._steps <= _FIRST_STEPS
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -34,6 +35,22 @@ def test_the_numbers_of_an_epoch_agree_with_each_other() -> None:
     assert epoch.peak_memory_mib > 0
     assert epoch.host_rss_mib > 0
     assert (epoch.mfu, epoch.loss_scale, epoch.skipped_steps, epoch.energy_j_per_sample) == (None,) * 4
+
+
+def test_where_the_system_does_not_tell_of_processes_the_other_numbers_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a sandbox without /proc, or once the process can open no file any more."""
+
+    def untold() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    monkeypatch.setattr(psutil, "Process", untold)
+    epoch = fit(Model()).last
+    assert epoch is not None
+    assert epoch.host_rss_mib is None
+    assert epoch.peak_memory_mib > 0
+    assert epoch.samples == 32
 
 
 def test_a_step_is_a_batch_under_gradient_accumulation() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,4 +67,16 @@ def test_a_process_that_may_not_reset_its_mark_says_since_when(monkeypatch: pyte
     window.restart()
     assert not window.can_restart
     assert window.source == "process high-water mark since its start"
+    assert window.peak_bytes() > 10 * MIB
+
+
+@needs_reset
+def test_a_process_that_can_open_no_file_any_more_still_knows_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = PeakMemory(CPU)
+    window.restart()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
     assert window.peak_bytes() > 10 * MIB

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,20 @@ def keep(store: Store[Any], key: dict[str, str] = KEY) -> Path:
     store.put(key, {"numbers": [1, 2]})
     (path,) = store.paths()
     return path
+
+
+def test_a_user_without_a_home_has_a_folder_that_ends_with_the_process() -> None:
+    """As in a container that runs under a user id of no account."""
+    code = (
+        "from lightning_accel.experiment.store import cache_folder as f; assert f() == f() and f().is_dir(); print(f())"
+    )
+    homeless = f"import pathlib\ndef home(): raise RuntimeError('no home')\npathlib.Path.home = home\n{code}"
+    variables = {
+        name: os.environ[name] for name in os.environ if name not in ("LIGHTNING_ACCEL_CACHE", "XDG_CACHE_HOME")
+    }
+    ran = subprocess.run([sys.executable, "-c", homeless], env=variables, check=True, capture_output=True, text=True)
+    assert ran.stdout.strip()
+    assert not Path(ran.stdout.strip()).exists()
 
 
 def test_what_is_kept_comes_back_for_its_key_alone(store: Store[Any]) -> None:

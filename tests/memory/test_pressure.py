@@ -30,6 +30,16 @@ def test_near_the_end_of_the_memory_every_step_may(pressure: Pressure, monkeypat
     assert all(pressure.may_run_out(torch.ones(4)) for _ in range(6))
 
 
+def test_where_the_system_does_not_tell_how_much_memory_there_is_the_run_goes_on(
+    pressure: Pressure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untold(device: torch.device) -> int:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr("lightning_accel.memory.pressure.limit_bytes", untold)
+    assert [pressure.may_run_out(torch.ones(4)) for _ in range(5)] == [True, True, True, False, False]
+
+
 def test_a_process_with_a_limit_is_always_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_accel.memory.pressure.has_limit_of_its_own", lambda: True)
     pressure = Pressure(CPU)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -201,14 +202,25 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+_TYPED_IN = compile("raise TimeoutError('time is up')", "<stdin>", "exec")
+
+
 @pytest.mark.parametrize(
     ("by", "is_event"),
     [
         (lambda: signal.raise_signal(signal.SIGINT), True),
         (lambda: _raise(TimeoutError("time is up")), True),
+        (lambda: np.load("time is up"), True),
+        (lambda: exec(_TYPED_IN, {"__name__": "__main__"}), True),
         (lambda: _raise(RuntimeError("time is up")), False),
     ],
-    ids=["a signal", "an error of the system", "an error that an edit may have caused"],
+    ids=[
+        "a signal",
+        "an error of the system",
+        "one in a library's function",
+        "one in code without a file",
+        "an error that an edit may have caused",
+    ],
 )
 def test_an_event_that_would_not_come_again_ends_the_run(by: Callable[[], None], is_event: bool) -> None:
     kind = type("IsStoppedBy", (IsStopped,), {"by": staticmethod(by)})

@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,17 @@ def draws_by_numpy(graph: GraphModule) -> bool:
     """
     functions = (getattr(node.target, "f", None) for node in graph.graph.nodes)
     return any(getattr(function, "__module__", "").endswith("numpy.random") for function in functions)
+
+
+def drop_weak_references(graph: GraphModule) -> None:
+    """Drops what a captured graph has to the tensors it was captured with: torch swaps none that has a weak reference.
+
+    They are in a dictionary, of what makes fake tensors, which lives as long as these; as since torch 2.5. Without its
+    name nothing is done, and ``torch.utils.swap_tensors`` raises until the graph is gone.
+    """
+    modes = (getattr(node.meta.get("example_value"), "fake_mode", None) for node in graph.graph.nodes)
+    with suppress(AttributeError):
+        next(filter(None, modes), None).fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

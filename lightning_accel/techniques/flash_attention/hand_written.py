@@ -21,7 +21,12 @@ from lightning_accel.core.isolation import isolated
 from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
-from lightning_accel.core.torch_private.compilation import draws_by_numpy, dynamo_is_off, outside_of_ddp
+from lightning_accel.core.torch_private.compilation import (
+    draws_by_numpy,
+    drop_weak_references,
+    dynamo_is_off,
+    outside_of_ddp,
+)
 from lightning_accel.core.torch_private.modes import has_modes, without_dispatch_modes, without_function_modes
 from lightning_accel.techniques.flash_attention.backend_trial import Rehearsal
 from lightning_accel.techniques.flash_attention.backends import Backend, attend
@@ -81,6 +86,7 @@ class Capture:
         if draws_by_numpy(graph):
             raise RuntimeError("it draws by NumPy, for which a capture would draw by torch")
         self.findings += fuse_attention(graph, self._compute)
+        drop_weak_references(graph)
         forward = GraphModule(graph, graph.graph).forward  # Dynamo's own compiles lazily, through three more calls
 
         def run(*inputs: Any) -> Any:

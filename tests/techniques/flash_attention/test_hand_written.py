@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,13 @@ def test_a_module_that_draws_by_numpy_is_not_captured() -> None:
     site, x = HandWrittenSite("attention", DrawsByNumpy()), torch.randn(2, 16, 8)
     with pytest.raises(Exception, match="it draws by NumPy"):
         run(site, x)
+
+
+def test_a_capture_has_no_weak_references_to_parameters_which_torch_swaps_without_any_only() -> None:
+    site = HandWrittenSite("attention", make(FOUND["at_sign"]))
+    run(site, batch(2, 16))
+    for parameter in site.module.parameters():
+        assert weakref.getweakrefcount(parameter) == 0
 
 
 # -- what runs around it -------------------------------------------------------------------------------------------

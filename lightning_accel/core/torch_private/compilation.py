@@ -97,8 +97,9 @@ def drop_weak_references(graph: GraphModule) -> None:
     name nothing is done, and ``torch.utils.swap_tensors`` raises until the graph is gone.
     """
     modes = (getattr(node.meta.get("example_value"), "fake_mode", None) for node in graph.graph.nodes)
+    mode: Any = next(filter(None, modes), None)
     with suppress(AttributeError):
-        next(filter(None, modes), None).fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+        mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

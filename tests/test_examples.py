@@ -47,7 +47,7 @@ def shrunk(monkeypatch: pytest.MonkeyPatch, example: ModuleType) -> None:
         monkeypatch.setattr(example, "Digits", lambda batch_size, size: data(batch_size=batch_size, size=16))
     else:
         net, data = example.BytesGPT, example.StdlibText
-        monkeypatch.setattr(example, "BytesGPT", lambda seq_len=32: net(dim=16, depth=2, num_heads=2, seq_len=32))
+        monkeypatch.setattr(example, "BytesGPT", lambda **_: net(dim=16, depth=2, num_heads=2, seq_len=32))
         monkeypatch.setattr(
             example, "StdlibText", lambda batch_size, seq_len=32: data(batch_size=batch_size, seq_len=32)
         )

@@ -94,9 +94,8 @@ class Host:
             kernels=_installed_kernels(),
         )
         if torch.version.hip is None:
-            with torch.cuda.device(device):  # the current one is asked
-                bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            return made(kind="cuda", capability=torch.cuda.get_device_capability(device), native_bf16=bf16)
+            capability = torch.cuda.get_device_capability(device)
+            return made(kind="cuda", capability=capability, native_bf16=capability >= (8, 0))
         # Build features may follow a colon: gfx90a:sramecc+:xnack-
         arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
         return made(kind="rocm", arch=arch, native_bf16=arch.startswith(_BF16_ARCHITECTURES))

@@ -144,8 +144,6 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, arch: str = "") -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
-    # Of AMD cards torch says that all take bfloat16.
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or bool(arch))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Mover(ABC):
         return flight.bytes
 
     def settle(self) -> None:
-        """Releases what finished copies held, without waiting. Copies on a stream do not say."""
+        """Releases what finished copies held, without waiting."""
         while self._flights and self._flights[0].is_over():
             self._release()
 
@@ -109,8 +109,7 @@ class StreamMover(Mover):
     """Copies between a GPU and pinned memory on a separate stream. Only streams wait, for each other.
 
     Memory returns to the allocator after the computing stream was told to wait for the copy. ``record_stream`` would
-    keep it until the host, which runs far ahead, notices the end of the copy. No copy is asked whether it is over: what
-    a step holds would depend on how far the device has come.
+    keep it until the host, which runs far ahead, notices the end of the copy.
     """
 
     @override
@@ -126,6 +125,7 @@ class StreamMover(Mover):
             # Another stream may own the memory. Waiting on this stream does not protect that.
             flight.bytes.record_stream(self._side)
         flight.end = self._side.record_event()
+        flight.is_over = flight.end.query
 
     @override
     def _wait(self, flight: Flight, stream: torch.cuda.Stream | None) -> None:

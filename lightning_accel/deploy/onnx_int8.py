@@ -34,7 +34,8 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
     layers: dict[str | None, Any] = {
         name: one for name, one in quantized.named_modules(remove_duplicate=False) if is_converted(one)
     }
-    graph = onnx.load(path).graph
+    file = onnx.load(path, load_external_data=False)
+    graph = file.graph
     found = [(node, layer) for node in graph.node if (layer := layers.get(_module_of(node))) is not None]
     if not found:  # with no names, the library would convert all nodes
         return
@@ -45,6 +46,12 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
         # and saturate (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
         # The library splits a Gemm into two nodes. The first has this name.
         options["nodes_to_quantize"] += ["_".join((node.name, "MatMul")) for node, _ in found]
+        # It transposes the Gemm's weights, too. Its release 1.23, the last for Python 3.10, keeps their recorded shapes.
+        weights = {entry.name for entry in graph.initializer}
+        recorded = [entry for entry in graph.value_info if entry.name not in weights]
+        del graph.value_info[:]
+        graph.value_info.extend(recorded)
+        onnx.save(file, path)
         quantization.quantize_dynamic(path, path, reduce_range=True, **options)
         return
     ranges |= {node.output[0]: _range(layer.module) for node, layer in found if node.op_type == "Conv"}

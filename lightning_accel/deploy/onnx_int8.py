@@ -46,7 +46,7 @@ def quantize_file(path: Path, quantized: nn.Module, arguments: Arguments) -> Non
         # and saturate (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
         # The library splits a Gemm into two nodes. The first has this name.
         options["nodes_to_quantize"] += ["_".join((node.name, "MatMul")) for node, _ in found]
-        # It transposes the Gemm's weights, too. Its release 1.23, the last for Python 3.10, keeps their recorded shapes.
+        # It transposes a Gemm's weights, too. Release 1.23, the last for Python 3.10, keeps their recorded shapes.
         weights = {entry.name for entry in graph.initializer}
         recorded = [entry for entry in graph.value_info if entry.name not in weights]
         del graph.value_info[:]

@@ -114,6 +114,11 @@ class PairTest:
         return ""
 
     @property
+    def original_s(self) -> float:
+        """Returns the mean seconds of a turn of A; 0.0 without any pair."""
+        return self._seconds[0] / max(1, len(self))
+
+    @property
     def gain_s(self) -> float:
         """Returns the mean seconds that a turn of B saves against one of A."""
         return (self._seconds[0] - self._seconds[1]) / max(1, len(self))

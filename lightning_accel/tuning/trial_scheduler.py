@@ -19,7 +19,7 @@ import torch
 from lightning_accel.core.purse import Purse
 from lightning_accel.experiment.pair_schedule import Schedule
 from lightning_accel.experiment.pair_test import PairTest, price_of_memory
-from lightning_accel.experiment.screening import LATEST, LatestTimes
+from lightning_accel.experiment.screening import DRIFT, LATEST, LatestTimes, screen
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
 from lightning_accel.tuning.trial_budget import LEAST_LATEST, Setups, TrialBudget
@@ -72,6 +72,7 @@ class Questions:
         self._sure_gain = self.tuning.sure_gain  # of the steps that are not compared
         self._say = say
         self._latest = LatestTimes()
+        self._plain_s: dict[str, float] = {}  # comparison → the mean seconds of its original's turns
 
     def _waits_for_money(self) -> bool:
         """Returns whether the run cannot pay for a question yet, but will be able to."""
@@ -108,9 +109,10 @@ class Questions:
             arms = list(self._arms.values())
             if everything and not has_won:  # the loss has left little budget, and one of these may earn some
                 arms.sort(key=lambda arm: not arm.loses_little)
-            asked = [(arm, choice) for arm in arms for choice in arm.choices]
-            for arm, choice in asked:
-                yield from self._ask_arm(arm, choice, alpha / len(asked))
+            yield from self._ask_arms(arms, alpha)
+        if everything and not (has_won or tuning.choices):
+            has_won = yield from self._wins_when_quiet(WHOLE, everything, alpha / 2, looks=5)
+            yield from self._ask_arms(self._arms_of_the_whole() if has_won else [], alpha / 2)
         if has_won and tuning.choices == everything:
             return
         has_failed = any(result.verdict in _CANNOT_STAY for result in tuning.results.values())
@@ -129,9 +131,7 @@ class Questions:
             yield from self._audit(proven)
         before = dict(self.tuning.choices)
         for unasked in ([*self._new_arms(), *self._setups.unasked()], self._arms_of_the_whole() if is_own else []):
-            asked = [(arm, choice) for arm in unasked for choice in arm.choices]
-            for arm, choice in asked:
-                yield from self._ask_arm(arm, choice, ALPHA / 8 / len(asked))
+            yield from self._ask_arms(unasked, ALPHA / 8)
         if self.tuning.choices != before and (is_open or not is_own):
             yield from self._audit(before if self.tuning.is_proven else None)
 
@@ -149,6 +149,11 @@ class Questions:
     def _unasked(self) -> list[Arm]:
         asked = {name.removeprefix("without ").partition("=")[0] for name in self.tuning.results}
         return [arm for name, arm in self._arms.items() if name not in asked and arm.setup is None]
+
+    def _ask_arms(self, arms: Sequence[Arm], alpha: float) -> Course:
+        asked = [(arm, choice) for arm in arms for choice in arm.choices]
+        for arm, choice in asked:
+            yield from self._ask_arm(arm, choice, alpha / len(asked))
 
     def _ask_arm(self, arm: Arm, choice: str, alpha: float) -> Course:
         """Compares the run with an arm and without it, or a choice of the arm with the current choice."""
@@ -198,6 +203,10 @@ class Questions:
                 return
             if proven is not None and result.verdict == "cannot tell":
                 break
+            if held == proven:
+                if (yield from self._wins_when_quiet(AUDIT, held, ALPHA / 8, looks=1)):
+                    return
+                self._hold(held)
             if proven is not None and held != proven:  # what is nearly the same has lost: it is asked anew
                 self._hold(proven)
                 proven = dict(self.tuning.choices)
@@ -209,6 +218,28 @@ class Questions:
             self._hold(held, result)
         if proven is not None:
             self._hold(proven)
+
+    def _wins_when_quiet(self, name: str, candidate: Choices, alpha: float, *, looks: int) -> Generator[Any, Any, bool]:
+        """Repeats a comparison with the plain run that was too dear, once plain turns are faster than they were in it.
+
+        The machine was busy then. Each repetition is a new test, with half of the error rate of the one before. A win
+        puts the candidate in force.
+        """
+        for look in range(looks):
+            if self.tuning.results[name].verdict != "too dear to try on":
+                break
+            self._hold({})
+            for _ in range(LATEST << look):
+                yield None
+            if self._left < self._least_turns({}, candidate):
+                break
+            if screen(self._plain_s[name], self._latest.typical_s, by=DRIFT) == "faster":
+                alpha /= 2
+                result = yield from self._ask(name, {}, candidate, alpha)
+                self._hold(candidate if result.is_won else {}, result)
+                if result.is_won:
+                    return True
+        return False
 
     def _gain_of(self, name: str) -> float:
         """Returns the factor by which an arm has made the run faster. Each choice was compared with the one before."""
@@ -277,7 +308,7 @@ class Questions:
                 yield None
             self._hold(held)
             result = yield self._comparing(name, original, candidate, test, pairs, most)
-        self.tuning.results[name] = result
+        self.tuning.results[name], self._plain_s[name] = result, test.original_s
         return result
 
     def _comparing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,44 @@ def test_one_hiccup_in_a_turn_of_a_faster_arm_is_not_held_against_it() -> None:
     run.slowdown = slowdown
     assert run.run().choices == {"attention": "on"}
     assert len(hiccups) == 1
+
+
+def begun_busy(speedup: float, *, busy: int = 40, turns: int = 1000, seed: int = 0) -> SimulatedRun:
+    """A run whose first turns another process makes longer, by a factor that changes from turn to turn."""
+    run = SimulatedRun({"attention": speedup}, turns, seed=seed)
+    factors = np.random.default_rng(seed).uniform(1.5, 8, busy)
+    run.slowdown = lambda turn: float(factors[turn]) if turn < busy else 1.0
+    return run
+
+
+def in_debt() -> Purse:
+    """A purse of a run that has spent more than it may, by trials of parts on a busy machine."""
+    purse = Purse()
+    purse.steps = 1000
+    purse.step_took(0.1)
+    purse.pay("trials of parts", 10.0)
+    return purse
+
+
+def test_a_plan_that_was_too_dear_while_the_machine_was_busy_is_tried_again() -> None:
+    runs = [begun_busy(2.0, seed=seed) for seed in range(20)]
+    kept = [run.run(purse=in_debt()).choices == {"attention": "on"} for run in runs]
+    assert sum(kept) >= 19
+
+
+def test_a_plan_that_is_slower_is_not_tried_again_on_a_machine_that_was_not_busy() -> None:
+    run = SimulatedRun({"attention": 0.5})
+    tuning = run.run(purse=in_debt())
+    assert tuning.results["whole plan"].verdict == "too dear to try on"
+    assert run.switches.count(("attention", "on")) <= 2
+    assert run.seconds / run.plain_seconds < 1.01
+
+
+def test_a_plan_that_is_slower_costs_little_though_the_machine_was_busy() -> None:
+    run = begun_busy(0.5)
+    assert run.run(purse=in_debt()).choices == {}
+    quiet_s = 0.1 * (run.turns - 40)
+    assert run.seconds - sum(0.1 * run.slowdown(turn) for turn in range(40)) < quiet_s * 1.02
 
 
 def test_the_allowance_is_five_percent_of_a_hundred_steps_and_two_of_a_thousand() -> None:

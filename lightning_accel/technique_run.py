@@ -108,7 +108,7 @@ class TechniqueRun:
     def warn_if_missing(self) -> None:
         """Warns if the user requested the technique by name and it has found no site."""
         if self.context.explicit and not self.has_edits and not self.traits.acts_without_sites:
-            reason = "; ".join(self.record.refusals.values()) or "this model has nothing for it"
+            reason = "; ".join(dict.fromkeys(self.record.refusals.values())) or "this model has nothing for it"
             self._degrade(f"{self.name} was asked for and found no site: {reason}")
 
     def apply_early(self) -> None:

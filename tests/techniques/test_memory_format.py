@@ -171,3 +171,10 @@ def test_a_model_without_convolutions_is_no_reason_to_warn_unless_the_format_was
         laid_out(nn.Linear(2, 2), "channels_last").undo()
     with pytest.raises(AccelError, match="strict"):
         laid_out(nn.Linear(2, 2), "channels_last", strict=True)
+
+
+def test_a_reason_that_holds_for_many_convolutions_is_told_once() -> None:
+    unsafe = nn.Sequential(*(nn.Conv2d(2, 2, 1, stride=2) for _ in range(3)))
+    with pytest.warns(AccelWarning, match="found no site") as told:
+        laid_out(unsafe, "channels_last").undo()
+    assert str(told[0].message).count("writes past its memory") == 1

@@ -117,6 +117,13 @@ def test_one_turn_that_the_machine_delays_hides_no_gain() -> None:
     assert test.outcome() == "faster"
 
 
+def test_a_machine_that_was_busy_at_the_beginning_hides_no_gain() -> None:
+    test = PairTest(alpha=0.01)
+    for at in range(60):
+        test.add(1.0, (20.0 if at % 2 else 0.5) if at < 10 else 0.8)
+    assert test.outcome() == "faster"
+
+
 def test_a_gain_has_to_be_worth_what_was_asked_for() -> None:
     cheap, dear = PairTest(alpha=0.01), PairTest(alpha=0.01, worth=math.log(1.1))
     for _ in range(20):

@@ -111,7 +111,7 @@ class Questions:
                 arms.sort(key=lambda arm: not arm.loses_little)
             yield from self._ask_arms(arms, alpha)
         if everything and not (has_won or tuning.choices):
-            has_won = yield from self._wins_when_quiet(WHOLE, everything, alpha / 2, looks=5)
+            has_won = yield from self._wins_when_quiet(WHOLE, everything, alpha / 2, looks=3)
             yield from self._ask_arms(self._arms_of_the_whole() if has_won else [], alpha / 2)
         if has_won and tuning.choices == everything:
             return

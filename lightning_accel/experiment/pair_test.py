@@ -10,10 +10,13 @@ that B is faster. docs/statistics.md has the formulas, the sources and simulatio
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+from lightning_accel.experiment.screening import DRIFT, screen
 
 _ENOUGH = 14  # pairs that can prove a gain, with one bad pair among them
 
@@ -110,19 +113,20 @@ class PairTest:
         """Returns whether B's times add up to less than A's: mostly faster but sometimes very slow is no gain.
 
         The longest turn of each side is left out, since the machine may have been busy just then. If it was busy for
-        longer, as at the start of a run, it is enough that the later half of many pairs adds up to less.
+        longer, as at the start of a run, A's times show it, too. Then the later half of many pairs counts alone.
         """
-        later = self._seconds[len(self) // 2 :]
-        for pairs in (self._seconds, later) if len(later) >= _ENOUGH else (self._seconds,):
-            original_s, candidate_s = (sum(side) - max(side) for side in zip(*pairs, strict=True))
-            if candidate_s * math.exp(self.worth) < original_s:
-                return True
-        return False
+        earlier, later = self._seconds[: len(self) // 2], self._seconds[len(self) // 2 :]
+        pairs = self._seconds
+        if len(earlier) >= _ENOUGH:
+            a_before_s, a_since_s = (statistics.fmean(original for original, _ in half) for half in (earlier, later))
+            pairs = later if screen(a_before_s, a_since_s, by=DRIFT) == "faster" else pairs
+        original_s, candidate_s = (sum(side) - max(side) for side in zip(*pairs, strict=True))
+        return candidate_s * math.exp(self.worth) < original_s
 
     @property
     def original_s(self) -> float:
-        """Returns the mean seconds of a turn of A; 0.0 without any pair."""
-        return sum(original for original, _ in self._seconds) / max(1, len(self))
+        """Returns the median seconds of a turn of A; 0.0 without any pair."""
+        return statistics.median(original for original, _ in self._seconds) if self._seconds else 0.0
 
     @property
     def gain_s(self) -> float:

@@ -40,6 +40,7 @@ _MIN_PAIRS = 14  # the fewest that can prove anything, with one bad pair among t
 _WHOLE_SHARE, _ARM_SHARE = 0.25, 0.1  # of the remaining turns, for one comparison
 _PROMISING_SHARE = 0.5  # the same for a comparison that is about to be won
 _CANNOT_STAY = ("out of memory", "raised an error", "needs more memory")  # verdicts that outweigh any gain
+_QUIET_LOOKS = 3  # after 16, 32 and 64 turns, whether the machine is less busy than when the whole plan was too dear
 _LEAST_GAIN = 0.02  # a share of a step: arms that could gain less are not compared
 
 
@@ -72,7 +73,7 @@ class Questions:
         self._sure_gain = self.tuning.sure_gain  # of the steps that are not compared
         self._say = say
         self._latest = LatestTimes()
-        self._plain_s: dict[str, float] = {}  # comparison → the mean seconds of its original's turns
+        self._busy_s = 0.0  # of a plain turn, when the whole plan was asked about
 
     def _waits_for_money(self) -> bool:
         """Returns whether the run cannot pay for a question yet, but will be able to."""
@@ -111,7 +112,9 @@ class Questions:
                 arms.sort(key=lambda arm: not arm.loses_little)
             yield from self._ask_arms(arms, alpha)
         if everything and not (has_won or tuning.choices):
-            has_won = yield from self._wins_when_quiet(WHOLE, everything, alpha / 2, looks=3)
+            refused = (*_CANNOT_STAY, "not faster")
+            everything = {n: one for n, one in everything.items() if self._verdict_on(n) not in refused}
+            has_won = yield from self._wins_when_quiet(everything, alpha / 2)
             yield from self._ask_arms(self._arms_of_the_whole() if has_won else [], alpha / 2)
         if has_won and tuning.choices == everything:
             return
@@ -203,10 +206,6 @@ class Questions:
                 return
             if proven is not None and result.verdict == "cannot tell":
                 break
-            if held == proven:
-                if (yield from self._wins_when_quiet(AUDIT, held, ALPHA / 8, looks=1)):
-                    return
-                self._hold(held)
             if proven is not None and held != proven:  # what is nearly the same has lost: it is asked anew
                 self._hold(proven)
                 proven = dict(self.tuning.choices)
@@ -219,27 +218,31 @@ class Questions:
         if proven is not None:
             self._hold(proven)
 
-    def _wins_when_quiet(self, name: str, candidate: Choices, alpha: float, *, looks: int) -> Generator[Any, Any, bool]:
-        """Repeats a comparison with the plain run that was too dear, once plain turns are faster than they were in it.
+    def _wins_when_quiet(self, plan: Choices, alpha: float) -> Generator[Any, Any, bool]:
+        """Asks about the whole plan again if that was too dear, once plain turns are faster than they were then.
 
         The machine was busy then. Each repetition is a new test, with half of the error rate of the one before. A win
-        puts the candidate in force.
+        puts the plan in force.
         """
-        for look in range(looks):
-            if self.tuning.results[name].verdict != "too dear to try on":
+        for look in range(_QUIET_LOOKS):
+            is_too_dear = self.tuning.results[WHOLE].verdict == "too dear to try on"
+            plan = {name: choice for name, choice in plan.items() if name not in self._setups.lost}
+            if not (plan and is_too_dear) or LATEST << look > self._left * _ARM_SHARE:
                 break
-            self._hold({})
             for _ in range(LATEST << look):
                 yield None
-            if self._left < self._least_turns({}, candidate):
-                break
-            if screen(self._plain_s[name], self._latest.typical_s, by=DRIFT) == "faster":
-                alpha /= 2
-                result = yield from self._ask(name, {}, candidate, alpha)
-                self._hold(candidate if result.is_won else {}, result)
+            if screen(self._busy_s, self._latest.typical_s, by=DRIFT) == "faster":
+                self._hold(plan)
+                result = yield from self._ask(WHOLE, {}, plan, alpha)
+                self._hold(plan if result.is_won else {}, result)
                 if result.is_won:
                     return True
+                alpha /= 2
         return False
+
+    def _verdict_on(self, name: str) -> str:
+        results = (self.tuning.results.get(question) for question in (name, f"without {name}"))
+        return next((result.verdict for result in results if result is not None), "")
 
     def _gain_of(self, name: str) -> float:
         """Returns the factor by which an arm has made the run faster. Each choice was compared with the one before."""
@@ -308,7 +311,9 @@ class Questions:
                 yield None
             self._hold(held)
             result = yield self._comparing(name, original, candidate, test, pairs, most)
-        self.tuning.results[name], self._plain_s[name] = result, test.original_s
+        self.tuning.results[name] = result
+        if name == WHOLE:
+            self._busy_s = test.original_s
         return result
 
     def _comparing(

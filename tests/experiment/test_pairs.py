@@ -107,7 +107,7 @@ def test_what_is_mostly_faster_but_slower_in_sum_does_not_win() -> None:
     test = PairTest(alpha=0.01)
     for at in range(40):
         test.add(1.0, 10.0 if at % 8 == 7 else 0.95)  # every eighth step compiles something
-    assert test.outcome() == ""
+        assert at < 15 or test.outcome() == ""
 
 
 def test_one_turn_that_the_machine_delays_hides_no_gain() -> None:
@@ -120,7 +120,7 @@ def test_one_turn_that_the_machine_delays_hides_no_gain() -> None:
 def test_a_machine_that_was_busy_at_the_beginning_hides_no_gain() -> None:
     test = PairTest(alpha=0.01)
     for at in range(60):
-        test.add(1.0, (20.0 if at % 2 else 0.5) if at < 10 else 0.8)
+        test.add(4.0 if at < 10 else 1.0, (30.0 if at % 2 else 3.0) if at < 10 else 0.8)
     assert test.outcome() == "faster"
 
 

@@ -35,7 +35,7 @@ def losses(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = Supervised(TinyTransformer(dim=32, blocks=2, dropout=0.0)).to(dtype)
-    make_trainer(**options).fit(model, text(70))
+    make_trainer(**options).fit(model, text(150))
     return torch.tensor(model.losses, dtype=torch.float64)
 
 

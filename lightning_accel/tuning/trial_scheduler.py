@@ -112,8 +112,8 @@ class Questions:
                 arms.sort(key=lambda arm: not arm.loses_little)
             yield from self._ask_arms(arms, alpha)
         if everything and not (has_won or tuning.choices):
-            refused = (*_CANNOT_STAY, "not faster")
-            everything = {n: one for n, one in everything.items() if self._verdict_on(n) not in refused}
+            refused = {name for name, one in tuning.results.items() if one.verdict in (*_CANNOT_STAY, "not faster")}
+            everything = {name: choice for name, choice in everything.items() if name not in refused}
             has_won = yield from self._wins_when_quiet(everything, alpha / 2)
             yield from self._ask_arms(self._arms_of_the_whole() if has_won else [], alpha / 2)
         if has_won and tuning.choices == everything:
@@ -239,10 +239,6 @@ class Questions:
                     return True
                 alpha /= 2
         return False
-
-    def _verdict_on(self, name: str) -> str:
-        results = (self.tuning.results.get(question) for question in (name, f"without {name}"))
-        return next((result.verdict for result in results if result is not None), "")
 
     def _gain_of(self, name: str) -> float:
         """Returns the factor by which an arm has made the run faster. Each choice was compared with the one before."""

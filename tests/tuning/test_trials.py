@@ -134,6 +134,23 @@ def test_a_plan_that_is_slower_costs_little_though_the_machine_was_busy() -> Non
     assert run.seconds - sum(0.1 * run.slowdown(turn) for turn in range(40)) < quiet_s * 1.02
 
 
+def test_what_raised_an_error_is_no_part_of_the_plan_that_is_tried_again() -> None:
+    run = SimulatedRun({"layout": 1.0, "attention": 2.0}, 3000)
+    trials = run.trials()
+    for turn in range(run.turns):
+        trials.begin()
+        seconds = run.step(turn)
+        is_on = {name for name, choice in run.now.items() if choice == "on"}
+        if is_on == {"layout"} and "layout" not in trials.tuning.results:
+            trials.failed("raised an error")
+        if "attention" not in trials.tuning.results:  # the machine is busy, at one side's expense
+            seconds *= 60 if "attention" in is_on else 3
+        trials.took(seconds)
+    verdicts = {name: result.verdict for name, result in trials.tuning.results.items()}
+    assert verdicts == {"whole plan": "faster", "layout": "raised an error", "attention": "too dear to try on"}
+    assert trials.tuning.choices == {"attention": "on"}
+
+
 def test_the_allowance_is_five_percent_of_a_hundred_steps_and_two_of_a_thousand() -> None:
     assert allowance(100) == pytest.approx(5)
     assert allowance(1000) == pytest.approx(20)

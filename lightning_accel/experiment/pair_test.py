@@ -121,7 +121,7 @@ class PairTest:
             a_before_s, a_since_s = (statistics.fmean(original for original, _ in half) for half in (earlier, later))
             pairs = later if screen(a_before_s, a_since_s, by=DRIFT) == "faster" else pairs
         original_s, candidate_s = (sum(side) - max(side) for side in zip(*pairs, strict=True))
-        return candidate_s * math.exp(self.worth) < original_s
+        return bool(candidate_s * math.exp(self.worth) < original_s)
 
     @property
     def original_s(self) -> float:

@@ -376,7 +376,7 @@ class Counting(Beginner):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 550), (300, 1_600), (1_000, 1_600)])
+@pytest.mark.parametrize(("steps", "unpaid_calls"), [(60, 550), (300, 2_200), (1_000, 1_600)])
 def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
     steps: int, unpaid_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +390,8 @@ def test_all_that_a_default_fit_spends_is_paid_from_the_purse(
     # What stands around every step, once all is settled, makes that longer, and is no expense of the run.
     each_s = (unpaid_s[-2] - unpaid_s[steps // 2]) / (steps - 1 - steps // 2)
     assert each_s < 40 * CALL_MS / 1e3
-    # The rest is what turns on trial note down: as little as it is for each of them.
+    # The rest is what turns on trial note down: as little as it is for each of them. In 300 steps, 16 plain ones are
+    # noted as well, to see whether the machine was busy when the plan was too dear.
     assert unpaid_s[-1] - steps * each_s < unpaid_calls * CALL_MS / 1e3
     assert model.beside_s[0] <= BEFORE_FIRST_STEP_S
     a_turn_s = STEP_S / 0.7 - STEP_S  # that was begun while it could be paid

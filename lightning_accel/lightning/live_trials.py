@@ -158,8 +158,9 @@ class LiveTuning(TrainerTurns):
         """Returns the arms that every rank has. A rank may have reverted its edits or found nothing to do."""
         if self._trainer.world_size == 1:
             return arms
-        ranks = gather({(arm.name, arm.choices) for arm in arms})
-        return [arm for arm in arms if all((arm.name, arm.choices) in had for had in ranks)]
+        own = {(arm.name, arm.choices, arm.asked_alone): arm for arm in arms}
+        ranks = gather(set(own))
+        return [arm for one, arm in own.items() if all(one in had for had in ranks)]
 
     def _recall_verdicts(self, batch: Any) -> None:
         """Applies an earlier run's verdicts on this exact program, before the first training step and on all ranks."""

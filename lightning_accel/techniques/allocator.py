@@ -32,6 +32,7 @@ SLACK = 1.1
 
 _FIRST_STEPS = 2  # which other techniques are tried on, and in which gradients and optimizers' state come to be
 _COUNTED_STEPS = 3
+_COUNTED_TURNS = 8  # of the plan that live trials have left, after two in which its memory comes to be
 _RUN = "start with `lightning-accel run`, which measures what wins here"
 
 
@@ -40,9 +41,9 @@ class HeapPatch(Patch):
 
     settle = 1
 
-    def __init__(self, is_worth_it: Callable[[], bool]) -> None:
+    def __init__(self, can_be_asked: Callable[[], bool]) -> None:
         super().__init__("", "freed memory is kept for the next step")
-        self._is_worth_it = is_worth_it
+        self._can_be_asked = can_be_asked
         self._heap = heap.Heap()
         self._process = psutil.Process()
         self._steps = 0  # begun since nothing free was held
@@ -60,7 +61,7 @@ class HeapPatch(Patch):
     @property
     @override
     def variants(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (KEEP,) if self._is_worth_it() else ()
+        return (KEEP,) if self._can_be_asked() else ()
 
     @override
     def switch(self, variant: str) -> None:
@@ -105,7 +106,10 @@ def _lacks(host: Host) -> str | None:
     exactness="exact",
 )
 class AllocatorTechnique(Technique):
-    """Counts the page faults of the first plain steps; live trials have the heap keep its memory where there are many.
+    """Counts the page faults of the first steps; live trials have the heap keep its memory where there are many.
+
+    Where there are few, it counts again in the plan that live trials have left at their end: if bfloat16 was dropped,
+    tensors are twice as large.
 
     Gaps in the heap may take more memory, which a run that tries nothing is not asked to pay: before a step a tenth
     at most, within one that is of another number format or size more.
@@ -121,7 +125,6 @@ class AllocatorTechnique(Technique):
             self._for_memory = "memory_budget"
         self._cuda_index = context.device.index  # None: the current one
         self._counts: list[int] = []  # of pages asked for so far, at the beginning of each step
-        self._faults = 0
         self._is_decided = self._is_kept = False
         self._is_cuda = context.host.kind == "cuda"
         told = Forecast(True, "told", "says what segments that expand would save: `lightning-accel run`")
@@ -130,7 +133,7 @@ class AllocatorTechnique(Technique):
 
     @cached_property
     def _patch(self) -> HeapPatch:
-        return HeapPatch(self._is_worth_it)
+        return HeapPatch(self._has_counted)
 
     @override
     def unavailable(self, host: Host) -> str | None:
@@ -159,32 +162,42 @@ class AllocatorTechnique(Technique):
                 self._decide()
         return nullcontext()
 
-    def _is_worth_it(self) -> bool:
+    def _has_counted(self) -> bool:
         if not self._is_decided and len(self._counts) >= _FIRST_STEPS + 2:
             self._decide()
-        return self._is_decided and self._faults >= LEAST_FAULTS
+        return self._is_decided
 
     def _decide(self) -> None:
         """Once. Ranks may come to different ends: an arm that one of them lacks is tried by none."""
         self._is_decided = True
         if self._is_cuda:
             self._say_what_segments_cost()
-            return
+        elif gain_ms := self._gain_ms("step"):
+            self.run.live = Live(gain_ms=lambda: gain_ms, starts_off=True)
+        else:
+            self.run.live = Live(gain_ms=self._gain_at_the_end_ms, starts_off=True, asked_alone=True)
+
+    def _gain_at_the_end_ms(self) -> float | None:
+        """Called once a turn; counts while it returns None."""
+        self._counts.append(heap.page_faults())
+        return self._gain_ms("turn") if len(self._counts) > _FIRST_STEPS + _COUNTED_TURNS else None
+
+    def _gain_ms(self, of: str) -> float:
+        """Says what was counted, and clears it. Returns 0 if it is too little to gain anything."""
         counts = self._counts[_FIRST_STEPS:]
+        self._counts.clear()
         # On the average: the end of the heap goes back to the system in some steps and not in others.
-        self._faults = (counts[-1] - counts[0]) // (len(counts) - 1)
-        words = self._in_words()
-        if self._faults < LEAST_FAULTS:
-            self.run.refuse("", f"{words}: nothing to gain")
-            return
-        self.run.live = Live(gain_ms=self._faults * heap.page_fault_ms(), starts_off=True)
-        self._patch.change += f": {words}"
+        faults = (counts[-1] - counts[0]) // (len(counts) - 1)
+        faults_ms = faults * heap.page_fault_ms()
+        words = f"a {of} asks the system for {faults:,} pages, about {faults_ms:.1f} ms"
+        if faults < LEAST_FAULTS:
+            self.run.revise("", Verdict("refused", f"{words}: nothing to gain"))
+            return 0.0
+        self._patch.change = f"{self._patch.change.partition(':')[0]}: {words}"
         self.run.revise("", Verdict("refused", f"{words}: for live trials to decide"))
         # Whether they are installed is not asked here: it would take processes of gcc and ldconfig.
         self.run.details = f"{heap.JEMALLOC} or {heap.TCMALLOC} could save most of that: {_RUN}"
-
-    def _in_words(self) -> str:
-        return f"a step asks the system for {self._faults:,} pages, about {self._faults * heap.page_fault_ms():.1f} ms"
+        return faults_ms
 
     @override
     def on(self, event: Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,8 @@ class Live:
     settle_of: Mapping[str, int] = field(default_factory=dict)  # choices that need more steps to settle than others
     has: Callable[[str], bool] = lambda choice: True  # whether a choice is possible; asked before it is compared
     saves_memory: bool = False  # whether it is meant to save memory: while it does, it stays unless the run is slower
-    gain_ms: float | None = None  # the most that it can gain in a step, by its trial; None if nothing was timed
+    # The most that it can gain in a turn; asked before it is compared. None: in the next turn it may be known.
+    gain_ms: Callable[[], float | None] = lambda: math.inf
     starts_off: bool = False  # whether it is off until live trials put it on; it stays off in a run too short for them
     loses_little: bool = False  # whether it can hardly make steps slower: asked early after a plan that lost
     asked_alone: bool = False  # whether the first question, about the whole plan, leaves it out: it mostly loses

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_accel.core.purse import Purse
 from lightning_accel.experiment.screening import LatestTimes
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import Choices, Result
 from lightning_accel.tuning.tuning_result import WHOLE, Tuning
+
+T = TypeVar("T")
 
 LEAST_LATEST = 3  # timed turns that are needed to convert between seconds and turns
 _LEAST = 0.3  # turns that a comparison may cost if a purse pays: with fewer, a single hiccup would decide
@@ -95,7 +97,7 @@ class Setups:
         """Returns whether the run can afford the expected time of the arm's setup; ``allowance`` is in turns."""
         if arm.setup is None or arm.name in self._begun:
             return True
-        expected_s = self._tuning.setup_s.get(arm.name) or max(self._of_all_ranks(arm.setup.expected_s()))
+        expected_s = self._tuning.setup_s.get(arm.name) or max(self.of_all_ranks(arm.setup.expected_s()))
         self.may_take_s = allowance * latest.typical_s
         if expected_s <= self.may_take_s:
             return True
@@ -134,7 +136,7 @@ class Setups:
             setup = self._arms[name].setup
             assert setup is not None
             taken = setup.end()
-            seconds = max(self._of_all_ranks(taken or 0.0))
+            seconds = max(self.of_all_ranks(taken or 0.0))
             self._tuning.setup_s[name] = seconds
             total += seconds
             if taken is None:
@@ -150,5 +152,6 @@ class Setups:
             held = self._tuning.gain_s.get(name, 0.0) if choice and first is not None and first.is_won else 0.0
             self._tuning.gain_s[name] = held + gain_s
 
-    def _of_all_ranks(self, seconds: float) -> list[float]:
-        return [seconds] if self._gather is None else self._gather(seconds)
+    def of_all_ranks(self, value: T) -> list[T]:
+        """Returns this rank's value and those of all others, in their order."""
+        return [value] if self._gather is None else self._gather(value)

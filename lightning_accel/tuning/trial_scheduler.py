@@ -1,12 +1,12 @@
 """The order of live trials: comparisons, one after the other, decide which arms a run has.
 
-First the whole plan is compared with the plain run. Then every arm is: the run with it against the run without it. The
-arm with the largest possible gain comes first. If the whole plan has lost, those that can lose little come before it.
-Arms that need a setup come last. Arms that win stay; arms that do not are removed, even if they cost nothing. If
-nothing is left, and the machine was busy when the plan was too dear to try on, the plan is asked about again. Then the
-audit compares the remaining arms with the plain run again. If they are not certainly faster, arms are removed one by
-one, in the end all of them. During the rest of the run, an occasional pair of turns, and a new audit if the plan's
-steps have become slower, keep the promise that the run is never slower than plain.
+First the whole plan is compared with the plain run. Then every arm is: the run with it against the run without it. If
+the whole plan has lost, those that can lose little come first. Arms that need a setup come last. Arms that win stay;
+arms that do not are removed, even if they cost nothing. If nothing is left, and the machine was busy when the plan was
+too dear to try on, the plan is asked about again. Then the audit compares the remaining arms with the plain run again.
+If they are not certainly faster, arms are removed one by one, in the end all of them. During the rest of the run, an
+occasional pair of turns, and a new audit if the plan's steps have become slower, keep the promise that the run is never
+slower than plain.
 """
 
 from __future__ import annotations
@@ -168,9 +168,11 @@ class Questions:
         original = without if is_first else held
         while (arm.setup is not None and len(self._latest) < LEAST_LATEST) or self._waits_for_money():
             yield None
+        while (gain_ms := arm.gain_ms()) is None:
+            yield None
         if arm.name in self._setups.lost or not arm.has(choice):
             return
-        if original == with_it or not self._is_worth_asking(arm, original, with_it):
+        if original == with_it or not self._is_worth_asking(arm, gain_ms, original, with_it):
             return
         if is_first and arm.saves_memory and arm.name in held:
             result = yield from self._ask(f"without {arm.name}", held, without, alpha)
@@ -181,15 +183,14 @@ class Questions:
         result = yield from self._ask(_question(arm, choice), original, with_it, alpha)
         self._hold(with_it if result.is_won else original)
 
-    def _is_worth_asking(self, arm: Arm, original: Choices, candidate: Choices) -> bool:
+    def _is_worth_asking(self, arm: Arm, gain_ms: float, original: Choices, candidate: Choices) -> bool:
         # An audit may follow, which takes at least as long.
         if not self._budget.is_enough or self._left < 2 * self._least_turns(original, candidate):
             return False
         if not self._setups.is_affordable(arm, self._budget.turns, self._latest):
             return False
-        if arm.gain_ms is None or not self._latest:
-            return True
-        return arm.gain_ms / 1e3 >= _LEAST_GAIN * self._latest.typical_s
+        gain_s = max(self._setups.of_all_ranks(gain_ms)) / 1e3
+        return not self._latest or gain_s >= _LEAST_GAIN * self._latest.typical_s
 
     def _audit(self, proven: Choices | None = None) -> Course:
         """Compares the current choices with the plain run. If they do not win, removes their weakest arm, and so on.
@@ -358,6 +359,6 @@ def _question(arm: Arm, choice: str) -> str:
     return arm.name if choice == arm.choices[0] else f"{arm.name}={choice}"
 
 
-def _order(arm: Arm) -> tuple[bool, bool, float]:
-    """Returns an arm's sort key: setups last; then the largest possible gain first, an unknown gain before all."""
-    return arm.setup is not None, arm.asked_alone, -math.inf if arm.gain_ms is None else -arm.gain_ms
+def _order(arm: Arm) -> tuple[bool, bool]:
+    """Returns an arm's sort key: what the whole plan leaves out comes after the others, and setups last."""
+    return arm.setup is not None, arm.asked_alone

@@ -107,7 +107,7 @@ class Tuning:
     def line(self) -> str:
         """Returns a one-line summary for the console."""
         if self.whole is None and not self.results:
-            return "not tried: the run is too short"
+            return "nothing was worth trying" if self.is_settled else "not tried: the run is too short"
         if self.whole is None or not self.choices:
             return "none of the options on trial was measurably faster; running without them"
         where = "steps of an earlier run" if self.is_earlier else "of your own steps"

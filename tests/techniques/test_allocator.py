@@ -24,6 +24,7 @@ from lightning_accel.core.heap import GLIBC, heap_in_use
 from lightning_accel.core.host import Host
 from lightning_accel.engine import Engine
 from lightning_accel.techniques.allocator import AllocatorTechnique
+from lightning_accel.techniques.arms import Arm
 from support.simulated_hosts import SIMULATED_HOSTS
 
 pytestmark = pytest.mark.skipif(heap_in_use() != GLIBC, reason="the heap of this process is not glibc's")
@@ -78,10 +79,9 @@ model = Deep()
 handle = accelerate(model, Plan(precision="32-true"), steps=0)
 counted(8)
 print("accelerated waiting", handle.report.refused("allocator")[""])
-arms = handle.engine.arms()
-if not arms:
+[arm] = handle.engine.arms()
+if arm.asked_alone:
     sys.exit({UNLUCKY})
-[arm] = arms
 arm.choose("keep")
 tell_steps("accelerated")
 for choice in ("off", "keep"):
@@ -173,12 +173,35 @@ def steps(handle: AcceleratedModel, count: int = 12) -> None:
         loss.backward()
 
 
+def allocator_arm(handle: AcceleratedModel) -> Arm:
+    [arm] = [arm for arm in handle.engine.arms() if arm.name == "allocator"]
+    return arm
+
+
 def test_a_model_whose_steps_ask_for_nothing_is_left_alone() -> None:
     handle = accelerate(nn.Linear(2, 2), Plan(trust="checked"))
     steps(handle)
     assert handle.report.applied("allocator") == []
     assert "nothing to gain" in handle.report.refused("allocator")[""]
-    assert "allocator" not in [arm.name for arm in handle.engine.arms()]
+    assert allocator_arm(handle).asked_alone
+    handle.undo()
+
+
+@pytest.mark.parametrize("pages", [0, 10_000])
+def test_turns_are_counted_again_in_the_plan_that_is_left_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    handle = accelerate(nn.Linear(2, 2), Plan(trust="checked"))
+    steps(handle)
+    asked = itertools.count(0, pages) if pages else itertools.repeat(0)
+    monkeypatch.setattr(heap, "page_faults", lambda: next(asked))
+    gain_ms = allocator_arm(handle).gain_ms
+    assert [gain_ms() for _ in range(10)] == 10 * [None]
+    assert gain_ms() == pages * heap.page_fault_ms()
+    steps(handle, 1)
+    reason = handle.report.refused("allocator")[""]
+    assert reason.startswith(f"a turn asks the system for {pages:,} pages, ")
+    assert reason.endswith("for live trials to decide" if pages else "nothing to gain")
     handle.undo()
 
 

@@ -42,16 +42,26 @@ def test_a_gain_is_found_in_a_plan_that_loses_as_a_whole() -> None:
 
 def test_an_arm_that_could_gain_too_little_by_the_trial_of_its_parts_is_not_asked() -> None:
     run = SimulatedRun({"attention": 1.5, "copies": 1.01})
-    run.arms[1] = replace(run.arms[1], gain_ms=1.0)  # of 100 ms or less
+    run.arms[1] = replace(run.arms[1], gain_ms=lambda: 1.0)  # of 100 ms or less
     tuning = run.run()
     assert list(tuning.results) == ["whole plan", "attention"]
     assert tuning.choices == {"attention": "on", "copies": "on"}
 
 
-def test_the_arm_with_the_most_to_gain_is_asked_first() -> None:
-    run = SimulatedRun({"copies": 1.05, "attention": 1.5})
-    run.arms = [replace(arm, gain_ms=gain) for arm, gain in zip(run.arms, (5.0, 50.0), strict=True)]
-    assert list(run.run().results) == ["whole plan", "attention", "copies"]
+@pytest.mark.parametrize(("gain_ms", "asked"), [(50.0, True), (1.0, False)])
+def test_an_arm_whose_gain_shows_in_the_plan_that_is_left_is_asked_once_it_is_known(
+    gain_ms: float, asked: bool
+) -> None:
+    run, held = SimulatedRun({"attention": 0.6, "copies": 1.5}), []
+    run.now["copies"] = "off"
+
+    def gain() -> float | None:
+        held.append(set(run.now.values()))
+        return gain_ms if len(held) == 5 else None
+
+    run.arms[1] = replace(run.arms[1], gain_ms=gain, asked_alone=True, starts_off=True)
+    assert run.run().choices == ({"copies": "on"} if asked else {})
+    assert held[1:] == 4 * [{"off"}]
 
 
 def test_after_a_plan_that_has_lost_an_arm_that_loses_little_is_asked_first() -> None:

@@ -18,7 +18,12 @@ from torch.fx import GraphModule
 from lightning_accel.core.clocks import Stopwatch
 from lightning_accel.core.patch import MethodPatch, SwitchPatch, applied
 from lightning_accel.core.torch_private import modules
-from lightning_accel.core.torch_private.compilation import compile_with_inductor, compiled_call, set_compiled_call
+from lightning_accel.core.torch_private.compilation import (
+    compile_with_inductor,
+    compiled_alone,
+    compiled_call,
+    set_compiled_call,
+)
 
 _NUMBERS = itertools.count()
 _FORWARD_PATCH = "lightning_accel_compiled_forward"
@@ -121,7 +126,7 @@ def compile_call(
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return original(self, *args, **kwargs)
 
-            compiled = torch.compile(with_own_code(forward), backend=backend)
+            compiled = compiled_alone(with_own_code(forward), backend=backend)
             return lambda self, *args, **kwargs: compiled(self, *args, **kwargs)  # a plain function can be bound
 
         patch = vars(module)[_FORWARD_PATCH] = MethodPatch("", "compiled", module, "forward", compiled_forward)
@@ -133,7 +138,7 @@ def compile_call(
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return modules.eager_call(module)(*args, **kwargs)
 
-        kind.call = torch.compile(with_own_code(call), backend=backend)
+        kind.call = compiled_alone(with_own_code(call), backend=backend)
     set_compiled_call(module, functools.partial(kind.call, module))
 
 

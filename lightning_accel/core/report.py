@@ -99,7 +99,9 @@ class TechniqueReport:
     @property
     def line(self) -> str:
         """The status, and whether live trials have switched the technique off."""
-        return f"off, as live trials have settled without it; before: {self.status}" if self.rests else self.status
+        had_something = self.is_on or len(self.refusals) < len(self.sites)
+        is_off = self.rests and had_something
+        return f"off, as live trials have settled without it; before: {self.status}" if is_off else self.status
 
     def outcome(self) -> str:
         """Returns what happened at the sites, in one line."""

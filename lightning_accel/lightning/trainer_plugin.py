@@ -12,9 +12,10 @@ from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.packages import Precision, Trainer
 from lightning_accel.lightning.plugin_base import PluginBase
 from lightning_accel.lightning.run import Run
+from lightning_accel.techniques.mixed_precision import Autocast
 
 
-class TrainerPlugin(PluginBase, Precision):
+class TrainerPlugin(PluginBase, Autocast, Precision):
     """A plugin that runs steps through a run's techniques, within its own autocast. Goes before that base class."""
 
     _run: Run | None = None
@@ -37,7 +38,7 @@ class TrainerPlugin(PluginBase, Precision):
         return self._step("predict")
 
     def _step(self, stage: str) -> AbstractContextManager[None]:
-        forward = self.forward_context()
+        forward = self.step_context()
         if self._run is None:
             return forward
         # The sanity check before a fit must not decide for training.

@@ -194,7 +194,7 @@ class AllocatorTechnique(Technique):
             self.run.revise("", Verdict("refused", f"{words}: nothing to gain"))
             return 0.0
         self._patch.change = f"{self._patch.change.partition(':')[0]}: {words}"
-        self.run.revise("", Verdict("refused", f"{words}: for live trials to decide"))
+        self.run.revise("", Verdict("refused", f"{words}: only live trials switch it on"))
         # Whether they are installed is not asked here: it would take processes of gcc and ldconfig.
         self.run.details = f"{heap.JEMALLOC} or {heap.TCMALLOC} could save most of that: {_RUN}"
         return faults_ms

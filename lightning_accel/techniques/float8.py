@@ -22,6 +22,7 @@ from lightning_accel.core.isolation import isolated
 from lightning_accel.core.measured import Measurement, together
 from lightning_accel.core.patch import MethodPatch, Patch, applied
 from lightning_accel.core.report import one_line
+from lightning_accel.core.torch_private.compilation import compiled_alone
 from lightning_accel.core.torchao import load, why_missing
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.passes import Passes
@@ -221,7 +222,7 @@ class Float8(Technique):
         sides: list[Callable[..., Any]] = [functools.partial(function, patch.layer) for function in functions]
         trial = Trial(patch.layer, args, kwargs, with_gradients=torch.is_grad_enabled())
         if self._is_compiled:  # as the blocks will be: by themselves, the casts take longer than most products gain
-            sides = [torch.compile(side) for side in sides]
+            sides = [compiled_alone(side) for side in sides]
             trial.numbers(*map(TrialSide, sides), in_other_orders=False)  # whose first pass compiles
         found = trial.time(*map(TrialSide, sides))
         if found.original_ms is None or found.candidate_ms is None:

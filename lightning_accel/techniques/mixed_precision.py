@@ -107,7 +107,11 @@ class Autocast:
     # -- around a step -----------------------------------------------------------------------------------------
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The region in which forward and loss compute."""
+        """What others compute in, outside of steps (a model summary): float32, unless the user chose the precision."""
+        return nullcontext() if self.is_ours else self.step_context()
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        """The region in which forward and loss of a step compute."""
         if self._runs_in_float32 or self.precision == "32-true":
             return nullcontext()
         return self._autocast()
@@ -199,4 +203,4 @@ class MixedPrecision(Technique):
 
     @override
     def step(self, stage: str) -> AbstractContextManager[Any]:
-        return self.autocast.forward_context()
+        return self.autocast.step_context()

@@ -126,6 +126,47 @@ def test_a_module_sees_autocast_in_its_steps_and_not_outside(make_trainer: MakeT
     assert seen == {"training_step": True, "validation_step": True, "hook": False}
 
 
+@pytest.mark.parametrize(("precision", "is_lower"), [("auto", False), ("bf16-mixed", True)])
+def test_a_model_summary_runs_the_model_in_the_precision_that_the_user_chose(
+    make_trainer: MakeTrainer, precision: Any, is_lower: bool
+) -> None:
+    """Nothing repeats it in float32 if it raises in bfloat16."""
+    seen: list[bool] = []
+
+    class Sums(Supervised):
+        example_input_array = torch.ones(2, 3, 8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return self.net(x)
+
+    plugin = AccelPlugin(precision=precision, trust="checked")  # whose first step is no plain one
+    make_trainer(plugins=[plugin], enable_model_summary=True).fit(Sums(cnn()), images())
+    assert seen[0] == is_lower
+
+
+def test_a_distribution_of_nan_ends_the_run_though_attention_was_captured(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's first compilation in a process switches that check off: whoever did not ask for one has it still."""
+    checks = torch.distributions.Distribution
+    monkeypatch.setattr(checks, "_validate_args", True)
+    patcher = torch._dynamo.eval_frame.TorchPatcher
+    monkeypatch.setattr(patcher, "patch", lambda: checks.set_default_validate_args(False))
+
+    class Diverges(Supervised):
+        def loss(self, batch: Any) -> Tensor:
+            captured.append(plugin.report.applied("flash_attention"))
+            mean = super().loss(batch) + (torch.nan if self.global_step == 3 else 0)
+            return -torch.distributions.Normal(mean, 1.0).log_prob(torch.zeros(()))
+
+    captured: list[list[str]] = []
+    plugin = AccelPlugin(precision="32-true", trust="checked")
+    with pytest.raises(ValueError, match="Expected parameter loc"):
+        make_trainer(max_epochs=9, plugins=[plugin]).fit(Diverges(Transformer()), tokens())
+    assert any(captured)
+
+
 class Padded(Supervised):
     def loss(self, batch: Any) -> Tensor:
         x, _ = batch

@@ -129,7 +129,7 @@ def test_a_plain_step_asks_the_system_for_pages_that_the_one_before_gave_back(lo
 
 @pytest.mark.medium
 def test_the_heap_is_left_alone_until_live_trials_put_the_arm_on(loops: dict[str, dict[str, str]]) -> None:
-    assert loops["accelerated"]["waiting"].endswith("ms: for live trials to decide")
+    assert loops["accelerated"]["waiting"].endswith("ms: only live trials switch it on")
 
 
 @pytest.mark.medium
@@ -201,7 +201,7 @@ def test_turns_are_counted_again_in_the_plan_that_is_left_at_the_end(
     steps(handle, 1)
     reason = handle.report.refused("allocator")[""]
     assert reason.startswith(f"a turn asks the system for {pages:,} pages, ")
-    assert reason.endswith("for live trials to decide" if pages else "nothing to gain")
+    assert reason.endswith("only live trials switch it on" if pages else "nothing to gain")
     handle.undo()
 
 

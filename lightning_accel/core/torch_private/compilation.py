@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lightning_accel.core.patch import temporarily
+
+R = TypeVar("R")
 
 
 def dynamo_is_loaded() -> bool:
@@ -64,19 +67,38 @@ def outside_of_ddp() -> AbstractContextManager[None]:
     return temporarily(read, functools.partial(setattr, DistributedDataParallel, name), None)
 
 
+def compiled_alone(function: Callable[..., R], **settings: Any) -> Callable[..., R]:
+    """Calls ``torch.compile`` without what its first call changes in the process: ``TorchPatcher.patch``, torch 2.0.
+
+    That switches off the checks of ``torch.distributions``, so that a run which would end with an error trains on with
+    NaN; and it puts wrappers around methods of optimizers. The user's own ``torch.compile`` still does so. Without the
+    name, so does this one.
+    """
+    patcher = getattr(importlib.import_module("torch._dynamo.eval_frame"), "TorchPatcher", None)
+    if not hasattr(patcher, "patch"):
+        return torch.compile(function, **settings)
+    read, write = functools.partial(getattr, patcher, "patch"), functools.partial(setattr, patcher, "patch")
+    with temporarily(read, write, lambda: None):
+        return torch.compile(function, **settings)
+
+
 @contextmanager
 def lean_captures() -> Iterator[None]:
     """Keeps Dynamo from calling the garbage collector after each capture, and from putting a profiler's marks into it.
 
     ``run_gc_after_compile`` and ``record_runtime_overhead``, both seen in torch 2.11. The marks are calls
-    of Python code that run with each graph. Without a name that is done.
+    of Python code that run with each graph. Without a name that is done. Nor does Dynamo say what keeps it from
+    capturing the user's code, unless its loggers were set up (``TORCH_LOGS``): nobody asked it to.
     """
+    logger = logging.getLogger("torch._dynamo")
     config: Any = importlib.import_module("torch._dynamo.config")
     names = [name for name in ("run_gc_after_compile", "record_runtime_overhead") if hasattr(config, name)]
     with ExitStack() as stack:
         for name in names:
             read, write = functools.partial(getattr, config, name), functools.partial(setattr, config, name)
             stack.enter_context(temporarily(read, write, False))
+        if logger.level == logging.NOTSET:
+            stack.enter_context(temporarily(lambda: logging.NOTSET, logger.setLevel, logging.ERROR))
         yield
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_accel.core.host import Host
 from lightning_accel.core.patch import temporarily
+from lightning_accel.core.torch_private.compilation import compiled_alone
 from lightning_accel.techniques.flash_attention.call import AttentionCall, sdpa
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -298,4 +299,4 @@ def _activate(implementation: str | None) -> None:
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return compiled_alone(flex_attention)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_accel.core.device import device_of
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.ranks import has_ranks
 from lightning_accel.core.report import one_line
+from lightning_accel.core.state_snapshot import Level, StateSnapshot
 from lightning_accel.core.tree import tensors_in
 from lightning_accel.experiment.tolerance import Spread
 from lightning_accel.techniques.flash_attention.backend_trial import ORIGINAL, Rehearsal, WatchedBackend
@@ -147,7 +149,12 @@ class Dispatch(PausedPatch):
         return outputs
 
     def _attempt(
-        self, by: Backend | Rehearsal, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        by: Backend | Rehearsal,
+        original: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: StateSnapshot | None = None,  # restored for the original: a part of the call may have run
     ) -> tuple[Any, str]:
         """What a call returns, and why the original had to compute it; empty: it had not."""
         try:
@@ -157,6 +164,8 @@ class Dispatch(PausedPatch):
                 raise
             # An error of the user's own code comes out of the original, as it always did.
             reason = one_line(getattr(error, "inner_exception", error))  # which Dynamo has put another one around
+            if before is not None:
+                before.restore()
             return original(self.attention.module, *args, **kwargs), reason
 
     def _first_call(self, shapes: str, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,9 +196,11 @@ class Dispatch(PausedPatch):
         rehearsal = Rehearsal(
             backends, by_clock=by_clock and timed is None, purse=judge.run.purse, spreads=judge.spreads[alike]
         )
-        outputs, failure = self._attempt(rehearsal, original, args, kwargs)
+        before = StateSnapshot(site.module, Level.FULL, device_of(site.module))
+        outputs, failure = self._attempt(rehearsal, original, args, kwargs, before)
         if failure:
-            return Verdict("failed", f"failed in its trial: {failure}"), outputs
+            failed = Verdict("failed", f"failed in its trial: {failure}")
+            return Verdict("refused", reason) if (reason := site.given_up()) else failed, outputs
         found = rehearsal.verdict(shapes, site.nothing_found())
         if timed is not None:
             return (timed if found.keep else found), outputs

@@ -22,6 +22,7 @@ from lightning_accel.core.module_copies import silent_copy
 from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.autograd import saved_tensors_hooks
 from lightning_accel.core.torch_private.compilation import (
+    compiled_alone,
     draws_by_numpy,
     drop_weak_references,
     dynamo_is_off,
@@ -39,6 +40,7 @@ from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forw
 _MISSES = 3
 
 _MAX_GRAPHS = 24  # of a capture: modes and kinds of shapes need a few, a counter in a forward one for every call
+_MAX_BREAKS = 8  # in one call: each part takes its time to capture, and at every call to be entered
 
 
 class Capture:
@@ -46,6 +48,7 @@ class Capture:
 
     def __init__(self, forward: Forward) -> None:
         self.has_breaks = False  # it came in more than one graph, or none
+        self.why_no_more: str | None = None  # it should be run
         self.findings: list[AttentionFinding] = []  # graph by graph
         self.graphs = 0  # how often it was captured
         self.misses = 0  # how often that was because another module differs from those before
@@ -53,7 +56,7 @@ class Capture:
         self._backend: Backend | Rehearsal | None = None
         self._modes: Sequence[Any] = ()
         self._forward = forward
-        self._captured: Forward = torch.compile(with_own_code(forward), backend=self._rewritten)
+        self._captured: Forward = compiled_alone(with_own_code(forward), backend=self._rewritten)
 
     def call(
         self, backend: Backend | Rehearsal, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -83,6 +86,12 @@ class Capture:
 
     def _rewritten(self, graph: GraphModule, example_inputs: list[Tensor]) -> Forward:
         self.graphs += 1
+        if self.graphs > _MAX_GRAPHS:
+            reads = "something that its forward reads is another one at every call"
+            self.why_no_more = f"captured {self.graphs} times: {reads}"
+        if self._runs > _MAX_BREAKS:
+            self.why_no_more = f"TorchDynamo breaks its forward in more than {_MAX_BREAKS} places"
+            raise RuntimeError(self.why_no_more)
         if draws_by_numpy(graph):
             raise RuntimeError("it draws by NumPy, for which a capture would draw by torch")
         self.findings += fuse_attention(graph, self._compute)
@@ -163,9 +172,7 @@ class HandWrittenSite(AttentionSite):
 
     @override
     def given_up(self) -> str | None:
-        if self.capture is None or self.capture.graphs <= _MAX_GRAPHS:
-            return None
-        return f"captured {self.capture.graphs} times: something that its forward reads is another one at every call"
+        return None if self.capture is None else self.capture.why_no_more
 
     @override
     def close(self) -> None:

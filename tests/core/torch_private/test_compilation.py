@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import shutil
 
 import pytest
@@ -12,11 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel.core.torch_private.compilation import (
     compile_with_inductor,
+    compiled_alone,
     compiled_call,
     cpp_compilers,
     dynamo_is_loaded,
     dynamo_is_off,
     inductor_options,
+    lean_captures,
     outside_of_ddp,
     register_constant,
     set_compiled_call,
@@ -30,6 +33,28 @@ def test_what_compiles_is_known_once_something_was() -> None:
     """Else the step whose FLOPs are counted would turn compilation off for the rest of the run."""
     torch.compile(lambda x: x, backend="eager")
     assert dynamo_is_loaded()
+
+
+def test_a_compilation_of_ours_changes_nothing_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the checks of ``torch.distributions`` are off, and a run that would end with an error trains on with NaN."""
+    changes: list[str] = []
+    monkeypatch.setattr(torch._dynamo.eval_frame.TorchPatcher, "patch", lambda: changes.append("changed"))
+    assert compiled_alone(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+    assert not changes
+    torch.compile(lambda x: x, backend="eager")  # the user's own
+    assert changes
+
+
+@pytest.mark.parametrize(("set_up", "warns"), [(logging.NOTSET, False), (logging.INFO, True)])
+def test_dynamo_does_not_warn_of_captures_that_nobody_asked_for(
+    monkeypatch: pytest.MonkeyPatch, set_up: int, warns: bool
+) -> None:
+    """But for loggers that the user has set up."""
+    logger = logging.getLogger("torch._dynamo")
+    monkeypatch.setattr(logger, "level", set_up)
+    with lean_captures():
+        assert logger.getChild("variables").isEnabledFor(logging.WARNING) == warns
+    assert logger.level == set_up
 
 
 def test_it_shows_that_dynamo_was_told_to_capture_nothing() -> None:

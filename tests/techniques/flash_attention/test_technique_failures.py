@@ -96,6 +96,35 @@ def test_a_forward_that_is_another_at_every_call_is_given_up(monkeypatch: pytest
     handle.undo()
 
 
+@pytest.mark.filterwarnings("ignore:flash_attention was asked for and is not in force")
+def test_a_forward_in_many_pieces_is_given_up_as_if_nothing_had_been_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its pieces have run by then: they drew random numbers, and counted."""
+
+    class InPieces(Attention):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = nn.functional.dropout(x, 0.5)
+            torch._dynamo.graph_break()
+            x = nn.functional.dropout(x, 0.5)
+            torch._dynamo.graph_break()
+            q, k, v = self.qkv(x)
+            return self.merge((q @ k.mT).softmax(-1) @ v)
+
+    model, x = Stack(InPieces, depth=1), batch()
+    plain, handle = copy.deepcopy(model), start(model)
+    monkeypatch.setattr(hand_written, "_MAX_BREAKS", 1)
+    losses = []
+    for module, by in ((plain, None), (model, handle)):
+        torch.manual_seed(0)
+        losses.append([step(module, by, x)[0] for _ in range(3)])
+    assert all(map(torch.equal, *losses))
+    assert model.layers[0].calls == 3
+    assert "in more than 1 places" in handle.report.refused("flash_attention")["layers.0"]
+    handle.undo()
+
+
 def test_what_fails_in_mid_run_falls_back_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Stack(FOUND["at_sign"], depth=2), batch()
     plain, handle = copy.deepcopy(model), start(model)

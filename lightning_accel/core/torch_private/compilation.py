@@ -77,7 +77,7 @@ def compiled_alone(function: Callable[..., R], **settings: Any) -> Callable[...,
     patcher = getattr(importlib.import_module("torch._dynamo.eval_frame"), "TorchPatcher", None)
     if not hasattr(patcher, "patch"):
         return torch.compile(function, **settings)
-    read, write = functools.partial(getattr, patcher, "patch"), functools.partial(setattr, patcher, "patch")
+    read, write = functools.partial(vars(patcher).get, "patch"), functools.partial(setattr, patcher, "patch")
     with temporarily(read, write, lambda: None):
         return torch.compile(function, **settings)
 

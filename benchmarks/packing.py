@@ -23,8 +23,7 @@ from lightning_accel.claims.measure import interleaved_ms, median_ratio, peak_st
 from lightning_accel.core.tree import unique_bytes
 from lightning_accel.memory.packer import Packer
 from lightning_accel.memory.packing import (
-    NonZeros,
-    OneBit,
+    PackedBits,
     pack_above_zero,
     pack_bits,
     pack_nonzeros,
@@ -39,7 +38,7 @@ ROUNDS = 15
 
 
 Make = Callable[[int, torch.device], Tensor]
-Codec = Callable[[Tensor], OneBit | NonZeros | None]
+Codec = Callable[[Tensor], PackedBits | None]
 
 
 def cases() -> dict[str, tuple[Make, Codec]]:

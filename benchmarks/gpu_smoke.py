@@ -107,7 +107,8 @@ def main() -> None:
         text = table(rows_of_it)
         print(f"\n{text}")
         write("smoke", args.out, {"rows": [asdict(outcome) for outcome in outcomes]}, "", text)
-    sys.exit(any(outcome.failure for outcome in outcomes))
+    if any(outcome.failure for outcome in outcomes):
+        sys.exit(1)
 
 
 def trained(model: str, only: str, accelerator: str, is_dry: bool, long: int) -> Iterator[Outcome]:

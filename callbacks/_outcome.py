@@ -61,8 +61,9 @@ class FitOutcome:
     def line(self) -> str:
         """All of it in a line, for the console."""
         parts = [str(self.speed) if self.speed is not None else "speed not measured: too few steps"]
-        if self.ratio is not None:
-            parts.append(f"{self.ratio} over plain")
+        tuning = tuning_of(self.trainer)
+        if tuning is not None and self.ratio is not None:
+            parts.append(f"{self.ratio} over plain{' in an earlier run' * tuning.is_earlier}")
         if self.peak_memory_mib is not None:
             parts.append(f"peak {self.peak_memory_mib:,.0f} MiB")
         if self.epochs and (stragglers := self.epochs[-1].stragglers) is not None:

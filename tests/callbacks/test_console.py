@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from torch import Tensor
 
 from lightning_accel import AccelPlugin
 from lightning_accel.callbacks import SpeedMemoryLogger
+from lightning_accel.callbacks._outcome import FitOutcome
 from support import measured_runs
 from support.console import heard
 from support.live_runs import Speed, Timed, fit, simulated
 from support.measured_runs import Model
+from support.simulated_machine import SimulatedRun
 
 
 @pytest.mark.medium
@@ -79,3 +83,15 @@ def test_a_run_that_is_interrupted_says_what_has_come_of_it_so_far() -> None:
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
     assert "samples/s, peak" in lines[-1]
+
+
+@pytest.mark.parametrize(("is_earlier", "whose"), [(False, ""), (True, " in an earlier run")])
+def test_the_last_line_says_which_run_has_measured_the_speed_over_plain(
+    make_trainer: Callable[..., Any], is_earlier: bool, whose: str
+) -> None:
+    trainer = make_trainer()
+    tuning = replace(SimulatedRun({"attention": 1.31}, 100).run(), is_earlier=is_earlier)
+    trainer.precision_plugin.tuning = tuning  # as AccelPlugin has it
+    assert tuning.whole is not None
+    line = FitOutcome(trainer=trainer, epochs=[], speed=None).line()
+    assert f", {tuning.whole.interval} over plain{whose}, " in line

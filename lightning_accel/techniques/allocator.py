@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -178,7 +179,9 @@ class AllocatorTechnique(Technique):
             self.run.live = Live(gain_ms=self._gain_at_the_end_ms, starts_off=True, asked_alone=True)
 
     def _gain_at_the_end_ms(self) -> float | None:
-        """Called once a turn; counts while it returns None."""
+        """Called once a turn; counts while it returns None. Of a heap that keeps its memory nothing can be counted."""
+        if self._is_kept:
+            return math.inf
         self._counts.append(heap.page_faults())
         return self._gain_ms("turn") if len(self._counts) > _FIRST_STEPS + _COUNTED_TURNS else None
 

@@ -189,8 +189,9 @@ class Questions:
             return False
         if not self._setups.is_affordable(arm, self._budget.turns, self._latest):
             return False
-        gain_s = max(self._setups.of_all_ranks(gain_ms)) / 1e3
-        return not self._latest or gain_s >= _LEAST_GAIN * self._latest.typical_s
+        if not self._latest or gain_ms == math.inf:
+            return True
+        return max(self._setups.of_all_ranks(gain_ms)) / 1e3 >= _LEAST_GAIN * self._latest.typical_s
 
     def _audit(self, proven: Choices | None = None) -> Course:
         """Compares the current choices with the plain run. If they do not win, removes their weakest arm, and so on.

@@ -40,7 +40,7 @@ from lightning_accel.techniques.flash_attention.sites import AttentionSite, Forw
 _MISSES = 3
 
 _MAX_GRAPHS = 24  # of a capture: modes and kinds of shapes need a few, a counter in a forward one for every call
-_MAX_BREAKS = 8  # in one call: each part takes its time to capture, and at every call to be entered
+_MAX_PIECES = 8  # graphs captured in one call: each takes its time, and at every call takes time to be entered
 
 
 class Capture:
@@ -52,7 +52,7 @@ class Capture:
         self.findings: list[AttentionFinding] = []  # graph by graph
         self.graphs = 0  # how often it was captured
         self.misses = 0  # how often that was because another module differs from those before
-        self._runs = 0  # of graphs, in one call
+        self._runs = self._graphs_before = 0  # of graphs in one call; captured before it
         self._backend: Backend | Rehearsal | None = None
         self._modes: Sequence[Any] = ()
         self._forward = forward
@@ -75,7 +75,7 @@ class Capture:
 
     def _run(self, by: Backend | Rehearsal, modes: Sequence[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         before = self._backend, self._modes
-        self._backend, self._modes, self._runs = by, modes, 0
+        self._backend, self._modes, self._runs, self._graphs_before = by, modes, 0, self.graphs
         try:
             with outside_of_ddp():
                 result = self._captured(module, *args, **kwargs)
@@ -89,9 +89,10 @@ class Capture:
         if self.graphs > _MAX_GRAPHS:
             reads = "something that its forward reads is another one at every call"
             self.why_no_more = f"captured {self.graphs} times: {reads}"
-        if self._runs > _MAX_BREAKS:
-            self.why_no_more = f"TorchDynamo breaks its forward in more than {_MAX_BREAKS} places"
-            raise RuntimeError(self.why_no_more)
+        if self.graphs - self._graphs_before > _MAX_PIECES:
+            self.why_no_more = f"TorchDynamo captures its forward in more than {_MAX_PIECES} pieces"
+            if isinstance(self._backend, Rehearsal):  # else the call that is under way ends as it has begun
+                raise RuntimeError(self.why_no_more)
         if draws_by_numpy(graph):
             raise RuntimeError("it draws by NumPy, for which a capture would draw by torch")
         self.findings += fuse_attention(graph, self._compute)

@@ -114,14 +114,14 @@ def test_a_forward_in_many_pieces_is_given_up_as_if_nothing_had_been_tried(monke
 
     model, x = Stack(InPieces, depth=1), batch()
     plain, handle = copy.deepcopy(model), start(model)
-    monkeypatch.setattr(hand_written, "_MAX_BREAKS", 1)
+    monkeypatch.setattr(hand_written, "_MAX_PIECES", 2)
     losses = []
     for module, by in ((plain, None), (model, handle)):
         torch.manual_seed(0)
         losses.append([step(module, by, x)[0] for _ in range(3)])
     assert all(map(torch.equal, *losses))
     assert model.layers[0].calls == 3
-    assert "in more than 1 places" in handle.report.refused("flash_attention")["layers.0"]
+    assert "in more than 2 pieces" in handle.report.refused("flash_attention")["layers.0"]
     handle.undo()
 
 

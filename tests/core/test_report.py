@@ -32,6 +32,13 @@ def test_it_tells_what_was_refused_and_why(report: Report) -> None:
     assert report.refused("memory_format") == {"lazy": "its weight is lazy"}
 
 
+def test_what_live_trials_have_switched_off_says_so_unless_it_had_nothing_to_do(report: Report) -> None:
+    report.of("loss").status = "no site in this model"
+    report.settled({"memory_format", "loss"})
+    assert report.of("memory_format").line == "off, as live trials have settled without it; before: in force"
+    assert report.of("loss").line == "no site in this model"
+
+
 def test_an_unknown_technique_has_done_nothing(report: Report) -> None:
     assert (report.applied("magic"), report.refused("magic")) == ([], {})
     assert "magic" not in report.techniques

@@ -40,6 +40,11 @@ def test_a_gain_is_found_in_a_plan_that_loses_as_a_whole() -> None:
     assert tuning.choices == {"fast": "on"}
 
 
+def test_a_run_with_nothing_that_could_gain_enough_says_so() -> None:
+    run = SimulatedRun({"copies": 1.01}, asked_alone=True, starts_off=True, gain_ms=lambda: 0.0)
+    assert run.run().line() == "nothing was worth trying"
+
+
 def test_an_arm_that_could_gain_too_little_by_the_trial_of_its_parts_is_not_asked() -> None:
     run = SimulatedRun({"attention": 1.5, "copies": 1.01})
     run.arms[1] = replace(run.arms[1], gain_ms=lambda: 1.0)  # of 100 ms or less

@@ -55,9 +55,7 @@ def test_an_arm_that_could_gain_too_little_by_the_trial_of_its_parts_is_not_aske
 
 
 @pytest.mark.parametrize(("gain_ms", "asked"), [(50.0, True), (1.0, False)])
-def test_an_arm_whose_gain_shows_in_the_plan_that_is_left_is_asked_once_it_is_known(
-    gain_ms: float, asked: bool
-) -> None:
+def test_an_arm_whose_gain_shows_in_the_plan_that_is_left_waits_for_that(gain_ms: float, asked: bool) -> None:
     run, held = SimulatedRun({"attention": 0.6, "copies": 1.5}), []
     run.now["copies"] = "off"
 

@@ -85,7 +85,7 @@ ACCEL = Side(
     lines=("Trainer(plugins=[AccelPlugin()])",),
     is_one_line=True,
     keeps_trainer=True,
-    checked="numbers of each change, and its speed by whole steps",
+    checked="numbers of each change but for bfloat16, and its speed by whole steps",
     undone="each change by itself while it trains, all of them at the end of the fit",
     setup_s=5.0,
 )

@@ -19,6 +19,7 @@ from lightning_accel.core.report import AccelError, EditError
 from lightning_accel.core.user_frames import is_event
 from lightning_accel.lightning.autocast_precision import AutocastPrecision
 from lightning_accel.lightning.fallbacks import Failure, suspects, with_fewer_edits, with_less_memory
+from lightning_accel.lightning.finite_steps import NOT_FINITE, FiniteSteps
 from lightning_accel.lightning.oom_recovery import OomRecovery
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.step_outputs import DRAWS_GOING_BACKWARD, StepOutputs
@@ -43,6 +44,7 @@ class StepRetry(Layer):
     ) -> None:
         self._engine, self._module, self._precision = engine, engine.module, precision
         self._outputs, self._memory = outputs, memory
+        self._finite, self._is_read = FiniteSteps(engine.module, precision), False
         engine.can_repeat_step = self._can_repeat
         trainer = engine.module.trainer
         self._is_one_of_several = trainer.world_size > 1
@@ -85,8 +87,12 @@ class StepRetry(Layer):
         except Exception:  # state that cannot be copied cannot be restored: the step runs once, as the user's own
             self._state = None
             return call(*args, **kwargs)
+        self._is_read = not self._is_one_of_several and self._finite.reads()
         try:
-            return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
+            if self._is_read and not self._finite.is_finite(outputs) and self._can_repeat():
+                outputs = self._in_float32(attempt)
+            return outputs
         except Exception as error:
             has_gone_backward, self._attempt = self._attempt is not attempt, None
             if has_gone_backward or not self._may_repeat(attempt, error):
@@ -97,10 +103,26 @@ class StepRetry(Layer):
         self._attempt = attempt  # the backward pass may still raise
         return outputs
 
+    def _in_float32(self, attempt: Attempt) -> Any:
+        """Repeats a step whose loss was not finite. If float32 makes it finite, the run stays in float32."""
+        attempt.take_back()
+        args, kwargs = attempt.given
+        with self._precision.in_float32():
+            outputs = attempt.step(*args, **kwargs)
+        self._is_read = False
+        if self._finite.is_finite(outputs):
+            self._engine.revert("precision", NOT_FINITE, "refused")
+        else:
+            self._finite.stop()
+        return outputs
+
     def around_backward(self, call: Call, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Runs a backward pass. If it raises, both the step and the backward pass run again."""
         if self._attempt is None or not self._module.automatic_optimization:
             # Without an attempt, no edit is in force. With manual optimization, the backward pass is part of the step.
+            is_read = self._attempt is not None and self._is_read
+            if is_read and not self._finite.is_finite(loss) and self._can_repeat():
+                raise EditError("precision", NOT_FINITE)
             call(loss, *args, **kwargs)
             return
         attempt, self._attempt = self._attempt, None
@@ -110,6 +132,8 @@ class StepRetry(Layer):
             is_first = begins_gradients(trainer) and not self._is_one_of_several
             if is_first and self._outputs.has_drawn_laid_out() and attempt.can_be_repeated():
                 raise EditError("memory_format", DRAWS_GOING_BACKWARD)
+            if is_first and self._is_read and not self._finite.has_finite_gradients() and attempt.can_be_repeated():
+                raise EditError("precision", NOT_FINITE)
             self._gone_backward = attempt if self._is_stepping else None
             return
         except Exception as error:

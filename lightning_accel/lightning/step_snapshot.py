@@ -83,7 +83,7 @@ class Attempt:
         """Returns whether all changes of the step can be undone. Those of a step that reads its loader cannot."""
         reads_its_loader = any(hasattr(leaf, "__next__") for leaf in leaves(self.given))
         has_stepped = self._module.trainer.global_step != self._num_optimizer_steps
-        has_trained = not self._is_training_kept and (has_stepped or self._trained != self._versions())
+        has_trained = not self._is_training_kept and (has_stepped or self._has_trained())
         has_written = any(version_of(tensor) != version for tensor, version in [*self._inputs, *self._large])
         has_written |= self._state is not None and self._state.is_written_unseen
         return self._is_kept and not (reads_its_loader or has_trained or has_written)
@@ -93,8 +93,12 @@ class Attempt:
         versions: list[Any] = versions_of(self._parameters)
         if not self._is_automatic:
             gradients = [parameter.grad for parameter in self._parameters]
-            versions += [(id(grad), grad is not None and version_of(grad)) for grad in gradients]
+            versions += [None if grad is None else (id(grad), version_of(grad)) for grad in gradients]
         return versions
+
+    def _has_trained(self) -> bool:
+        # A gradient that the step itself has discarded is missed by no repetition.
+        return any(now not in (None, before) for before, now in zip(self._trained, self._versions(), strict=True))
 
     def take_back(self) -> None:
         """Undoes the changes of the step, before each repetition."""

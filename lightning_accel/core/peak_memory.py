@@ -40,11 +40,17 @@ class PeakMemory:
         """Begins a new window if the system can."""
         if self._reset is None:
             return
+        self.reset_counter()
+        self._before = 0
+
+    def reset_counter(self) -> None:
+        """Resets the counter if the system can. All windows keep their peaks, this one as well."""
+        if self._reset is None:
+            return
         peak = self._read()
         for window in self._others:
             window._before = max(window._before, peak)
         self._reset()
-        self._before = 0
 
     def peak_bytes(self) -> int:
         return max(self._before, self._read())

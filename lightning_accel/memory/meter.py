@@ -19,6 +19,7 @@ from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 from typing_extensions import override
 
+from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.torch_private.profilers import before_profilers, stop_legacy_profiler
 from lightning_accel.core.tree import storages_of
 
@@ -77,6 +78,7 @@ class _CudaMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._window = PeakMemory(device)
         self._intervals: list[MemoryInterval] = []
 
     @override
@@ -88,7 +90,7 @@ class _CudaMeter(Meter):
     def mark(self, mark: Hashable) -> None:
         self.stop()
         self._intervals.append(MemoryInterval(mark, torch.cuda.memory_allocated(self._device), 0))
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._window.reset_counter()
 
     @override
     def stop(self) -> list[MemoryInterval]:

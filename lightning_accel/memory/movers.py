@@ -46,6 +46,7 @@ class Mover(ABC):
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._flights: deque[Flight] = deque()  # in the order in which they start, and end
+        self._begun = self._begun_before = 0  # copies, until now and until the latest settle_earlier()
 
     def out(self, source: Tensor, region: Region, *, in_flight: int) -> None:
         """Starts to copy ``source`` (uint8, ``(n,)``) into ``region``, and keeps it alive until the copy ends.
@@ -78,6 +79,15 @@ class Mover(ABC):
         while self._flights and self._flights[0].is_over():
             self._release()
 
+    def settle_earlier(self) -> None:
+        """Waits for the copies begun before the latest call of this, and releases what they held.
+
+        What is held then depends on the calls alone, and not on the progress of copies.
+        """
+        while self._flights and self._begun - len(self._flights) < self._begun_before:
+            self._release()
+        self._begun_before = self._begun
+
     def drain(self) -> None:
         """Waits for the running copies and releases what they held."""
         while self._flights:
@@ -91,6 +101,7 @@ class Mover(ABC):
         flight = Flight(on_device, region, outward)
         self._start(flight)
         self._flights.append(flight)
+        self._begun += 1
         return flight
 
     def _release(self) -> None:

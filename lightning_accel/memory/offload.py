@@ -58,14 +58,23 @@ class Offloader:
 
     Buffers, the copying thread or stream, and the file are created at first use, are reused in all steps, and last
     until :meth:`close`. A buffer returns to its pool when the last graph that needs it is freed.
+
+    Args:
+        device: The device of the tensors that are moved.
+        offloading: Where they are moved to.
+        prefetch_depth: How many tensors saved just before the one in use are already copied back.
+        by_blocks: Whether :meth:`settle` is called before every block. It then waits for the copies of all blocks but
+            the latest, so that the memory in use does not depend on the progress of copies.
     """
 
-    def __init__(self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2) -> None:
-        # How many tensors saved just before the one in use are already copied back; 0 needs the least memory.
-        self.prefetch_depth = prefetch_depth  # may be set between steps
+    def __init__(
+        self, device: torch.device, offloading: Offloading, *, prefetch_depth: int = 2, by_blocks: bool = False
+    ) -> None:
+        self.prefetch_depth = prefetch_depth  # may be set between steps; 0 needs the least memory
         self.complaints: list[str] = []  # why tensors were not moved, each reason once; to be read and cleared
         self._device = device
         self._offloading = offloading
+        self._by_blocks = by_blocks
         self._closed = False
         self._done = OffloadStats()
         self._pool: Pool | None = None
@@ -99,7 +108,7 @@ class Offloader:
         is_here = tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
         if nbytes < max(self._offloading.min_bytes, 1) or not is_here or tensor.is_conj() or tensor.is_neg():
             return None
-        if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_recorded():
             self._complain("while a CUDA graph is recorded, whose tensors have fixed places, nothing is moved")
             return None
         with self._lock:
@@ -119,16 +128,24 @@ class Offloader:
         return self._device.type == "cpu" or self.prefetch_depth == 0
 
     def settle(self) -> None:
-        """Releases tensors whose copies have ended, without waiting. :meth:`pack` does so too."""
+        """Releases tensors whose copies have ended, without waiting, or by blocks. :meth:`pack` does so, too."""
         with self._lock:
-            if self._mover is not None:
+            if self._mover is None or self._is_recorded():
+                return
+            if self._by_blocks:
+                self._mover.settle_earlier()
+            else:
                 self._mover.settle()
 
     def drain(self) -> None:
         """Waits for the running copies and releases all tensors that were moved."""
         with self._lock:
-            if self._mover is not None:
+            if self._mover is not None and not self._is_recorded():
                 self._mover.drain()
+
+    def _is_recorded(self) -> bool:
+        # A recorded stream may not wait for copies that are outside of the recording.
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
         """Releases buffers, file, thread and stream. Graphs that are still alive lose their offloaded tensors."""
@@ -165,7 +182,8 @@ class Offloader:
         if self._pool is None or self._mover is None:
             self._pool = SpillFile(self._offloading.folder) if to_disk else HostPool(pinned=on_gpu)
             self._mover = (StreamMover if on_gpu and not to_disk else ThreadMover)(storage.device)
-        self._mover.settle()
+        if not self._by_blocks:
+            self._mover.settle()
         try:
             region = self._pool.take(nbytes)
         except OffloadingError as error:

@@ -72,7 +72,7 @@ class Planner:
         self.state = State()
         self.agree: Callable[[State], State] | None = None  # returns the state of rank 0; None with one process
         # One tensor is prefetched at a time: the plan has no room for more.
-        self.offloader = None if offloading is None else Offloader(device, offloading, prefetch_depth=1)
+        self.offloader = None if offloading is None else Offloader(device, offloading, prefetch_depth=1, by_blocks=True)
         self._model, self._blocks, self._budget, self._device = model, dict(blocks), budget_bytes, device
         self._offloading = offloading
         self._meter = meter_for(device)

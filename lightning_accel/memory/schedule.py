@@ -133,7 +133,7 @@ class MemorySchedule:
         offloader = None
         if self.offloading and (self.offloads_rest or any(policy in OFFLOADING for policy in self.policies.values())):
             depth = 0 if self.offloads_rest else 1
-            offloader = Offloader(device_of(model), self.offloading, prefetch_depth=depth)
+            offloader = Offloader(device_of(model), self.offloading, prefetch_depth=depth, by_blocks=True)
         patches = PatchSet(
             trained_patch(site, policy, model.get_submodule(site), partial(run_block, policy, offloader=offloader))
             for site, policy in self.policies.items()

@@ -82,7 +82,7 @@ class CountingGradScaler(GradScaler):
         super().update(new_scale)
         if before is not None and scale is not None:
             for gradient in scaled:
-                gradient.mul_(scale / before)
+                gradient.mul_((scale / before).to(gradient.device, non_blocking=True))
         if new_scale is None:
             overflow = functools.reduce(torch.maximum, (inf.to(found[0].device) for inf in found))
             self._skipped = overflow if self._skipped is None else self._skipped + overflow

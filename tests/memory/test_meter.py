@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.memory.meter import Meter, MeterBusyError, device_memory_bytes, meter_for
 
 KIB = 1024
@@ -167,3 +168,13 @@ def test_the_gpus_allocator_is_read_at_every_mark() -> None:
     assert held.level_bytes - start.level_bytes == first.untyped_storage().nbytes()
     assert held.peak_bytes - held.level_bytes == first.untyped_storage().nbytes()
     assert given_back.level_bytes == held.level_bytes
+
+
+@pytest.mark.gpu
+def test_the_gpus_meter_leaves_other_windows_their_peaks() -> None:
+    device = torch.device("cuda")
+    window = PeakMemory(device)
+    window.restart()
+    size = torch.empty(2**22, device=device).untyped_storage().nbytes()  # and it is gone
+    meter_for(device).start()
+    assert window.peak_bytes() >= size

@@ -111,3 +111,20 @@ def test_tensors_of_another_stream_are_safe(gpu: torch.device, make: Make) -> No
 @pytest.mark.gpu
 def test_tensors_of_the_host_stay_where_a_gpu_is_offloaded(gpu: torch.device, make: Make) -> None:
     assert make(device=gpu).pack(torch.ones(1000)) is None
+
+
+@pytest.mark.gpu
+def test_a_recorded_stream_does_not_wait_for_copies_that_run(gpu: torch.device, make: Make) -> None:
+    offloader = make(device=gpu)
+    x = torch.randn(1 << 20, device=gpu, requires_grad=True)
+    counter = torch.zeros(1, device=gpu)
+    with saving(offloader, NO_MODEL):
+        y = wave(x).sum()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        offloader.settle()
+        offloader.drain()
+        counter.add_(1)
+    graph.replay()
+    assert counter.item() == 1
+    y.backward()

@@ -265,6 +265,23 @@ def test_on_a_gpu_the_allocators_own_peak_keeps_to_the_budget(share: float) -> N
 
 
 @pytest.mark.gpu
+def test_on_a_gpu_the_peak_does_not_depend_on_how_far_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = GpuLoop()
+    for _ in range(SETTLED):
+        plain.step()
+    peak, fixed = plain.peak_bytes(), FixedMemory.of(plain.model).total
+    del plain
+    asked = round(fixed + 0.4 * (peak - fixed))
+    loop = GpuLoop(memory_budget=f"{asked}B", activation_offloading="host")
+    for _ in range(SETTLED):
+        loop.step()
+    soon = loop.peak_bytes()
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda event: False)  # as where the host is far ahead
+    assert loop.peak_bytes() == soon <= asked
+    loop.handle.undo()
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_blocks_may_offload_without_being_asked() -> None:
     loop = GpuLoop(memory_budget="90%")
     for _ in range(SETTLED):

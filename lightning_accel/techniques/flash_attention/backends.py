@@ -190,7 +190,11 @@ class FlashAttn(Backend):
         from flash_attn import flash_attn_func, flash_attn_varlen_func
 
         q, k, v = (t.transpose(1, 2) for t in (call.query, call.key, call.value))  # (B, T, H, D), its own layout
-        options: dict[str, Any] = {"dropout_p": call.dropout_p, "softmax_scale": call.true_scale}
+        options: dict[str, Any] = {
+            "dropout_p": call.dropout_p,
+            "softmax_scale": call.true_scale,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         real = call.key_padding
         if real is None:
             window = (-1, -1) if call.window is None else call.window

@@ -269,4 +269,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         some = left[:, part].t()
         # The sum within a product of halves is in float32 everywhere; that it comes out so, only CUDA has.
         comes_out_wide = left.is_cuda and torch.version.hip is None and total.dtype == torch.float32
-        total[part] += torch.mm(some, right, out_dtype=total.dtype) if comes_out_wide else torch.mm(some, right)
+        if left.dtype == torch.float16 and not comes_out_wide:  # which does not hold a sum over many rows of one class
+            total[part].addmm_(some.to(total.dtype), right.to(total.dtype))
+        else:
+            total[part] += torch.mm(some, right, out_dtype=total.dtype) if comes_out_wide else torch.mm(some, right)

@@ -130,6 +130,27 @@ def test_flash_attn_with_padding_gives_values_and_gradients_of_masked_attention(
     torch.testing.assert_close(*(torch.autograd.grad(out, (q, k, v), weights) for out in (found, expected)))
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_flash_attn_is_told_of_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
+) -> None:
+    told: list[bool] = []
+
+    def kernel(*tensors: Tensor, deterministic: bool, **options: Any) -> Tensor:
+        told.append(deterministic)
+        return varlen(*tensors, **options)
+
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    call = AttentionCall(query=q, key=k, value=v, mask=torch.ones(1, 1, 1, 5, dtype=torch.bool))
+    backend = simulated(monkeypatch, kernel)
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        backend(call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told == [is_deterministic]
+
+
 def test_flash_attention_3_is_active_in_its_forward_and_its_backward_pass_and_at_no_other_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

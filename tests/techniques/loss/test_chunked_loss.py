@@ -214,3 +214,16 @@ def test_an_upstream_gradient_beyond_float16_does_not_overflow_before_the_result
     (by_rows,) = torch.autograd.grad(loss, [given.rows], torch.tensor(65536.0))
     (expected,) = torch.autograd.grad(linear_cross_entropy(given), [given.rows], torch.tensor(64.0))
     torch.testing.assert_close(by_rows.double() / 1024, expected.double(), rtol=2e-3, atol=1e-3)
+
+
+def test_the_boosted_gradients_of_many_rows_of_one_class_do_not_overflow_float16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(16384, 16, generator=generator) + 1).half()
+    weight = (0.02 * torch.randn(500, 16, generator=generator)).half().requires_grad_()
+    target = torch.randint(500, (16384,), generator=generator)
+    target[: 16384 // 6] = 3
+    given = LossProblem(rows, weight, None, target, None, LossForm(logits_dtype=torch.float16))
+    (got,) = torch.autograd.grad(linear_cross_entropy(given), [weight])
+    exact = in_float64(given)
+    (want,) = torch.autograd.grad(plain_cross_entropy(exact), [exact.weight])
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=1e-4)

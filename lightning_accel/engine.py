@@ -302,16 +302,19 @@ class Engine:
         self._refresh()
         return leaving
 
-    def revert_all(self, reason: str, name: str | None = None, kind: VerdictKind = "failed") -> None:
+    def revert_all(
+        self, reason: str, name: str | None = None, kind: VerdictKind = "failed", *, keeps_optimizers: bool = False
+    ) -> None:
         """Undoes edits for the rest of the run, and remembers it for a resumed one.
 
         Args:
             reason: Why.
             name: The technique whose edits are undone; None for all techniques.
             kind: The verdict on them. Only ``"refused"`` holds for later runs of the program.
+            keeps_optimizers: Whether optimizers stay as they are: if ranks round differently, their weights diverge.
         """
         for run in reversed(self._active):
-            if name in (None, run.name):
+            if name in (None, run.name) and not (keeps_optimizers and run.traits.edits_optimizers):
                 run.revert(reason, kind)
 
     def undo(self) -> None:

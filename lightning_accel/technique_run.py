@@ -181,6 +181,8 @@ class TechniqueRun:
 
     def switch(self, variant: str) -> None:
         """Switches all sites of the technique to a variant, or to the original, from the next step on."""
+        if not self.is_active:  # of several ranks, this one has taken it back, and the others do not know yet
+            return
         self._variant = variant
         patches = [*self.patches, *self.optimizer_patches]
         for patch in patches if variant != OFF else reversed(patches):

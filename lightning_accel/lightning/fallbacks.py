@@ -84,7 +84,11 @@ def with_fewer_edits(failure: Failure, engine: RunEngine, outputs: StepOutputs) 
             engine.revert(name, str(error) if is_edit else remark, "refused" if is_edit else "failed")
             yield Fallback(functools.partial(engine.report.note, f"{remark}, and ran without {name}"))
     yield from _without_option_on_trial(failure, engine)
-    engine.revert_all(remark)
+    # After the trial steps, the other ranks hear of it with their next times: until then, they step as before.
+    is_alone = engine.module.trainer.world_size > 1 and not engine.is_trying
+    engine.revert_all(remark, keeps_optimizers=is_alone)
+    if is_alone:
+        engine.revert("precision", remark, "failed")
     model = engine.module.trainer.strategy.model
     if isinstance(model, DistributedDataParallel):
         # The other ranks are past the broadcast of buffers. DDP's forward sets this flag again for the next step.

@@ -19,7 +19,7 @@ from lightning_accel.core.report import one_line
 from lightning_accel.experiment.store import DamagedError, Key
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.trainer_turns import TrainerTurns
-from lightning_accel.techniques.arms import Arm
+from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning import verdict_cache
 from lightning_accel.tuning.comparison import Choices
 from lightning_accel.tuning.trial_scheduler import MIN_TURNS
@@ -155,11 +155,17 @@ class LiveTuning(TrainerTurns):
         )
 
     def _had_by_all(self, arms: list[Arm]) -> list[Arm]:
-        """Returns the arms that every rank has. A rank may have reverted its edits or found nothing to do."""
+        """Returns the arms that every rank has. A rank may have reverted its edits or found nothing to do.
+
+        Others are switched off, as nothing can show that they are faster.
+        """
         if self._trainer.world_size == 1:
             return arms
         own = {(arm.name, arm.choices, arm.asked_alone): arm for arm in arms}
         ranks = gather(set(own))
+        for one, arm in own.items():
+            if not all(one in had for had in ranks):
+                arm.choose(OFF)
         return [arm for one, arm in own.items() if all(one in had for had in ranks)]
 
     def _recall_verdicts(self, batch: Any) -> None:

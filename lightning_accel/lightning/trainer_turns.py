@@ -24,8 +24,8 @@ _REPEATS = 3  # repetitions of a turn that does not count
 class TrainerTurns(Turns, ABC):
     """Turns that follow the events of a Trainer.
 
-    A turn begins with the request for the next batch after an optimizer step. Arms are switched there, so that the
-    batch comes to the device in the layout that its step needs. What follows a turn's last step, an epoch's end or a
+    A turn begins with the request for the next batch after an optimizer step, with several ranks at the end of that
+    step. Arms are switched there, so that the batch comes to the device in the layout that its step needs. What follows a turn's last step, an epoch's end or a
     validation, belongs to no turn.
 
     Attributes:
@@ -90,6 +90,18 @@ class TrainerTurns(Turns, ABC):
             # next, which may span two epochs, counts.
             self._turn.is_interrupted = self._was_skipped = True
             self._turn.untimed -= 1
+        self._next_turn_after_step()
+
+    def step_completed(self) -> None:
+        """On several ranks, begins the next turn before the loop goes on.
+
+        They meet there in an exchange. A fetch would be too late: one rank may begin an epoch with it, while another
+        waits within Lightning's broadcast that precedes every other fetch.
+        """
+        if self.are_taken and self._trainer.world_size > 1:
+            self._next_turn_after_step()
+
+    def _next_turn_after_step(self) -> None:
         if self._trainer.global_step != self._steps:
             self._steps = self._trainer.global_step
             self.next_turn()
@@ -103,7 +115,7 @@ class _StepEnds(Layer):
 
     name = "timeline"
 
-    def __init__(self, trainer: Trainer, turns: Turns) -> None:
+    def __init__(self, trainer: Trainer, turns: TrainerTurns) -> None:
         checkpoints = [(one, ("on_train_batch_end",)) for one in trainer.checkpoint_callbacks]
         super().__init__([(trainer.fit_loop.epoch_loop.batch_progress, ("increment_completed",)), *checkpoints])
         self._turns, self._timeline = turns, timeline_of(trainer)
@@ -112,6 +124,7 @@ class _StepEnds(Layer):
         if self._turns.trials is not None:
             self._turns.step_ends()
         call()
+        self._turns.step_completed()
 
     def around_on_train_batch_end(self, call: Call, *args: Any) -> None:
         self._timeline.mark_aside()

@@ -135,11 +135,11 @@ class Setups:
         for name in self._under_way:
             setup = self._arms[name].setup
             assert setup is not None
-            taken = setup.end()
-            seconds = max(self.of_all_ranks(taken or 0.0))
+            taken = self.of_all_ranks(setup.end())
+            seconds = max(one or 0.0 for one in taken)
             self._tuning.setup_s[name] = seconds
             total += seconds
-            if taken is None:
+            if None in taken:  # an arm that one rank lacks is tried by none
                 self.lost.add(name)
         self._under_way.clear()
         return total

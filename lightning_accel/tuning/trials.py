@@ -49,6 +49,7 @@ class LiveTrials(Questions):
         self._metered: tuple[ArmComparison, Turn] | None = None  # the turn whose peak memory is being measured
         self._peaks: list[tuple[ArmComparison, Turn, int]] = []  # not evaluated yet
         self._has_given_up = False
+        self._lost: list[str] = []  # arms that this rank has lost, and of which the others do not know yet
         self.is_over = False  # whether the rest of the run is the user's own code and needs no turns
         self._comparison: ArmComparison | None = None
         self._course: Course = self._all_questions(is_trusted)  # starts at the first turn
@@ -128,9 +129,22 @@ class LiveTrials(Questions):
         return pairs == 0 or pairs >= _UNCLEAR_PAIRS
 
     def lose(self, name: str) -> None:
-        """Removes an arm for the rest of the run. It is off already; a comparison that contains it ends."""
-        if self._arms.pop(name, None) is None:
+        """Removes an arm for the rest of the run. It is off already; a comparison that contains it ends.
+
+        On several ranks, all of them lose it when they next exchange times: until then, they take the same turns.
+        """
+        if self._gather is not None and not self.is_over:
+            self._lost.append(name)
+        else:
+            self._lose(name)
+
+    def _lose(self, name: str) -> None:
+        arm = self._arms.pop(name, None)
+        if arm is None:
             return
+        if name in self._in_force and self._gather is not None and name not in self._lost:  # another rank has lost it
+            arm.choose(OFF)
+            self._put({one: choice for one, choice in self._in_force.items() if one != name})
         self._is_own = False  # the plan without this arm was not measured
         self._setups.lost.add(name)
         self._in_force.pop(name, None)
@@ -142,8 +156,13 @@ class LiveTrials(Questions):
             self._comparison, self._course = None, self._all_questions(is_trusted=False)
 
     def give_up(self) -> None:
-        """Ends the trials on all ranks: this rank has nothing left to switch, and the rest of the run is plain."""
-        self._has_given_up = not self.is_over  # once it is over, no rank asks
+        """Ends the trials: this rank has nothing left to switch, and the rest of the run is plain.
+
+        On several ranks, all of them end when they next exchange times: until then, they take the same turns.
+        """
+        if self._gather is not None and not self.is_over:  # once it is over, no rank asks
+            self._has_given_up = True
+            return
         self._hold({})
         self.tuning.is_settled, self._in_force = True, {}
         self._arms, self._comparison, self._course = {}, None, self._nothing_more()
@@ -170,16 +189,19 @@ class LiveTrials(Questions):
         if self._gather is not None:
             if self._begun % _GATHERED_EVERY:
                 return
-            ranks: list[Any] = self._gather(None if self._has_given_up else (times, peaks))
+            ranks: list[Any] = self._gather(None if self._has_given_up else (times, peaks, self._lost))
             if None in ranks:
-                self._gather = None
                 self._choose({})
+                self._gather = None
                 self.give_up()
                 return
             # Over all ranks: the longest time of each turn that all have timed, and the largest peak memory.
-            timed, held = zip(*ranks, strict=True)
+            timed, held, lost = zip(*ranks, strict=True)
             times = [None if None in each else max(each) for each in zip(*timed, strict=False)]
             peaks = [max(each) for each in zip(*held, strict=False)]
+            for name in dict.fromkeys(name for each in lost for name in each):
+                self._lose(name)
+            self._lost = []
         for (comparison, turn, _), peak_bytes in zip(self._peaks, peaks, strict=False):
             comparison.peaked(turn, peak_bytes)
         self._peaks.clear()

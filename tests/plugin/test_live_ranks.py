@@ -25,7 +25,7 @@ def ranks(folder: Path, run: str) -> list[Any]:
     return [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("run", ["faster on both", "faster on one", "too short"])
+@pytest.mark.parametrize("run", ["faster on both", "faster on one", "too short", "uneven epochs"])
 def test_all_ranks_take_the_same_turns(folder: Path, run: str) -> None:
     first, second = ranks(folder, run)
     assert first["seen"] == second["seen"]
@@ -41,6 +41,12 @@ def test_what_is_faster_on_all_stays(folder: Path) -> None:
 def test_what_one_rank_loses_by_goes(folder: Path) -> None:
     first, _ = ranks(folder, "faster on one")
     assert first["seen"][-1] == "off"
+
+
+def test_a_rank_that_repeats_a_step_without_edits_has_the_weights_of_the_others(folder: Path) -> None:
+    first, second = ranks(folder, "fails on one")
+    assert first["weights"] == second["weights"]
+    assert "only an edit raises this" in second["note"]
 
 
 def test_a_short_run_tries_nothing(folder: Path) -> None:

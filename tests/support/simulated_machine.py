@@ -38,6 +38,7 @@ class SimulatedRun:
         self.turns, self.noise = turns, noise
         self.now = {name: next(iter(choices)) for name, choices in self.speedups.items()}
         self.switches: list[tuple[str, str]] = []
+        self.lost: set[str] = set()  # arms whose technique was taken back: they are off, whatever is chosen
         self.lines: list[str] = []
         self.seconds = self.plain_seconds = 0.0
         self.slowdown: Callable[[int], float] = lambda turn: 1.0
@@ -51,7 +52,7 @@ class SimulatedRun:
     def chooser(self, name: str) -> Callable[[str], None]:
         def choose(choice: str) -> None:
             self.switches.append((name, choice))
-            self.now[name] = choice
+            self.now[name] = "off" if name in self.lost else choice
 
         return choose
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_accel.core.peak_memory import PeakMemory
@@ -30,7 +31,11 @@ class SimulatedPeak(PeakMemory):
 
 
 def together(
-    runs: Sequence[SimulatedRun], *, gives_up: Hook = lambda rank, turn: False, on_mib: Sequence[int] | None = None
+    runs: Sequence[SimulatedRun],
+    *,
+    gives_up: Hook = lambda rank, turn: False,
+    loses: Hook = lambda rank, turn: False,
+    on_mib: Sequence[int] | None = None,
 ) -> tuple[list[Tuning], list[list[dict[str, str]]]]:
     """Runs them in threads that meet wherever ranks gather; what each has settled, and what was on in each turn."""
     barrier, said = Barrier(len(runs), timeout=60), [None] * len(runs)
@@ -54,6 +59,10 @@ def together(
             if gives_up(rank, turn):
                 run.now = dict.fromkeys(run.now, "off")  # as the safety net does
                 trials.give_up()
+            if loses(rank, turn):
+                run.lost.add("attention")
+                run.now["attention"] = "off"
+                trials.lose("attention")
             seen.append(dict(run.now))
             trials.took(run.step(turn))
         return trials.tuning, seen
@@ -85,6 +94,15 @@ def test_a_rank_that_gives_up_has_all_of_them_run_as_the_user_wrote_it() -> None
     tunings, seen = together(two(1.5, 1.5, 100), gives_up=lambda rank, turn: (rank, turn) == (1, 10))
     assert [tuning.choices for tuning in tunings] == [{}, {}]
     assert [rank[-1] for rank in seen] == [{"attention": "off"}] * 2
+
+
+@pytest.mark.parametrize("at", [20, 33, 300])
+def test_an_arm_that_one_rank_loses_is_lost_by_all_and_they_go_on_together(at: int) -> None:
+    runs = [SimulatedRun({"attention": 1.5, "optimizer": 1.2}, 500, seed=seed) for seed in (0, 1)]
+    tunings, (first, second) = together(runs, loses=lambda rank, turn: (rank, turn) == (1, at))
+    assert [turn["optimizer"] for turn in first] == [turn["optimizer"] for turn in second]
+    assert {turn["attention"] for turn in first[at + 8 :]} == {"off"}
+    assert [tuning.choices for tuning in tunings] == [{"optimizer": "on"}] * 2
 
 
 def test_memory_that_one_of_them_lacks_counts_for_all() -> None:

@@ -9,11 +9,21 @@ import functools
 import json
 import logging
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_accel import AccelPlugin
+from lightning_accel.core.host import Host
 from lightning_accel.lightning import start_rules
 from support.live_runs import Speed, Timed, batches, fit, simulated
 from support.strategies.forks import in_ranks
@@ -32,6 +42,32 @@ LIMITED: dict[str, tuple[int, dict[str, Any]]] = {  # by the Trainer: batches of
 }
 
 
+class Stream(IterableDataset[list[Tensor]]):
+    """An epoch without a length, so that only one more fetch tells which batch is the last."""
+
+    def __init__(self, batches: int) -> None:
+        self.rows = 4 * batches
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter([[torch.ones(8)]] * self.rows)
+
+
+class FailsOnOneRank(LightningModule):
+    """On rank 1, steps do not run in bfloat16 any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx >= 10 and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("only an edit raises this")
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
 def run_all(folder: Path, rank: int) -> None:
     run_limited(folder, rank)
     for name, (speedups, steps) in RUNS.items():
@@ -41,6 +77,33 @@ def run_all(folder: Path, rank: int) -> None:
             plugin = fit(model, loader=batches(2 * steps), devices=2, strategy="ddp")
         outcome = {"seen": model.seen, "status": plugin.report.of("tuning").status}
         (folder / f"{name}.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+
+    run_failing(folder, rank)
+    with simulated(1.5) as time:
+        uneven = Timed(time)
+        loader = DataLoader(Stream((40, 9)[rank]), batch_size=4)
+        plugin = fit(uneven, loader=loader, devices=2, strategy="ddp", max_epochs=-1, max_steps=400)
+    outcome = {"seen": uneven.seen, "status": plugin.report.of("tuning").status}
+    (folder / f"uneven epochs.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def run_failing(folder: Path, rank: int) -> None:
+    failing, plugin = FailsOnOneRank(), AccelPlugin(trust="checked", report=False)
+    host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
+    torch.manual_seed(0)
+    with mock.patch.object(Host, "detect", return_value=host), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(plugins=[plugin], accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
+        trainer.fit(failing, DataLoader(TensorDataset(torch.randn(160, 8)), batch_size=2))
+    weights = [parameter.tolist() for parameter in failing.parameters()]
+    outcome = {"weights": weights, "note": " ".join(plugin.report.notes)}
+    (folder / f"fails on one.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def run_limited(folder: Path, rank: int) -> None:

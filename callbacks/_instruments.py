@@ -173,11 +173,11 @@ class FitInstruments:
         if not steps or self.record is None:
             return
         if is_timed:  # those of the steps that no other driver has reported, or is about to, are reported here
-            unreported = steps - (timeline.ended + timeline.is_open - self._reported)
-            if unreported > 0:
-                timeline.steps_ended(unreported)
+            unreported = max(0, steps - (timeline.ended + timeline.is_open - self._reported))
+            # After a pause they have no time that could be told, and then their samples do not count, either.
+            untimed = unreported - timeline.steps_ended(unreported) if unreported else 0
             self._reported = timeline.ended + timeline.is_open
-            self.interval.tally.samples += samples
+            self.interval.tally.samples += round(samples * (1 - untimed / steps))
         self.record.passed(outputs, steps)
         self.steps += steps
 
@@ -209,6 +209,7 @@ class FitInstruments:
         self.interval.energy.pause()
 
     def pause_timeline(self) -> None:
+        self._take_rested()  # whose time ends here
         self.timeline.pause()
         if self._phases is not None:
             self._phases.pause()

@@ -88,6 +88,14 @@ def test_all_steps_are_counted() -> None:
 
 
 @pytest.mark.medium
+def test_a_pause_in_a_rest_leaves_rates_as_they_are() -> None:
+    epochs = fit(5.0, 30, max_epochs=STEPS // 30).histories
+    for epoch in (one for one in epochs if one.steps_per_sec is not None):
+        assert epoch.steps_per_sec == pytest.approx(200, rel=0.02)
+        assert epoch.samples_per_sec == pytest.approx(200 * BATCH_SIZE, rel=0.02)
+
+
+@pytest.mark.medium
 def test_a_step_in_hundred_that_takes_long_counts_as_in_a_run_in_which_each_is_timed() -> None:
     class Pauses(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -5,7 +5,6 @@ Beside the FLOPs is what the device could do at most.
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_accel.callbacks._phase_sampler import PhaseSampler
 from lightning_accel.callbacks._record import FitRecord
 from lightning_accel.core.clocks import clock_for
 from lightning_accel.core.compiled import is_compiled
+from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.core.torch_private.compilation import dynamo_is_loaded
 from lightning_accel.evidence.flops import FlopMode
 from lightning_accel.evidence.op_profiler import AnatomyMode
@@ -173,8 +173,7 @@ def peak_flops_per_sec(device: torch.device, precision: str) -> float | None:
     if torch.cuda.get_device_name(device).upper() == "NVIDIA H200":
         uses_tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
         return _H200_SXM_TF32 if uses_tf32 else _H200_SXM.get(dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns about every device it does not know
+    with hidden_warnings():  # it warns about every device it does not know
         try:
             return get_available_flops(device, dtype)
         except Exception:  # parses device names by position, and stumbles over new ones

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerAction, profile
 
+from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.core.patch import AttributePatch, applied
 from lightning_accel.core.torch_private.profilers import before_profilers
 
@@ -22,8 +22,7 @@ def is_profiling() -> bool:
     the process crashes (torch 2.13). The older profiler, tried here, refuses to start beside an active one. To find one
     that warms up by its schedule, all objects are searched, which takes 0.1 s.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated
+    with hidden_warnings():  # deprecated
         probe = profiler_legacy.profile()  # type: ignore[no-untyped-call]
     try:
         probe.__enter__()  # type: ignore[no-untyped-call]

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import multiprocessing
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.data.worker_schedule import LoaderWorkers
 
 _PATIENCE_S = 120.0  # for a batch: a worker that was forked while somebody held a lock never answers
@@ -155,8 +155,7 @@ def start_method() -> str:
 @contextmanager
 def _not_counting_cores() -> Iterator[None]:
     """Without a DataLoader's warning of more workers than cores: what waits for a disk computes nothing."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
+    with hidden_warnings("This DataLoader will create"):
         yield
 
 

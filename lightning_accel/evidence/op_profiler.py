@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import threading
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_accel.core.clocks import HostClock
+from lightning_accel.core.hidden_warnings import hide_warnings
 from lightning_accel.core.optimizers import state_of
 from lightning_accel.core.torch_private.autograd import is_in_backward, latest_node, node_under_way
 from lightning_accel.core.tree import tensors_in
@@ -111,8 +111,7 @@ class AnatomyMode(FlopMode):  # type: ignore[no-untyped-call]
         ):
             self._hooks.callback(handle.remove)
         # Modules made by torch.compile warn of such hooks, which their users have not made.
-        self._hooks.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        self._hooks.callback(hide_warnings(r"Using `torch.compile\(module\)` when there are global hooks"))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

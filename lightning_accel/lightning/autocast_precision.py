@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accel.core.hidden_warnings import hide_warnings
 from lightning_accel.core.patch import AttributePatch, PatchSet
 from lightning_accel.lightning.packages import LightningModule, LightningOptimizer, MixedPrecision, Precision, own
 from lightning_accel.lightning.private import after_closure
@@ -31,7 +31,7 @@ class AutocastPrecision(Autocast, Precision):
 
     _lightnings: Precision  # of the Trainer's package: another package would not clip the gradients of its modules
     _unscaled: weakref.ref[Tensor] | None = None  # the latest loss that was scaled
-    _hidden_warning: Any = None  # the filter that hides a warning
+    _hidden_warning: Callable[[], None] | None = None  # shows a hidden warning again
     _aside = PatchSet()  # the methods that are left to Lightning's own
 
     @property  # type: ignore[misc]
@@ -67,8 +67,7 @@ class AutocastPrecision(Autocast, Precision):
         self.accept(optimizers)
         if self.is_ours and self._hidden_warning is None:
             # Lightning's model summary, printed next, warns of any mixed precision. The user did not choose this one.
-            warnings.filterwarnings("ignore", f"Precision {self.precision} is not supported by the model summary")
-            self._hidden_warning = warnings.filters[0]
+            self._hidden_warning = hide_warnings(f"Precision {self.precision} is not supported by the model summary")
         return super().connect(model, optimizers, lr_schedulers)
 
     def accept(self, optimizers: Sequence[Optimizer]) -> None:
@@ -145,8 +144,7 @@ class AutocastPrecision(Autocast, Precision):
         if self.scaler is not None:
             self.scaler.forget()
         if self._hidden_warning is not None:
-            with suppress(ValueError):  # other code has reset the filters
-                warnings.filters.remove(self._hidden_warning)  # type: ignore[attr-defined]
+            self._hidden_warning()
             self._hidden_warning = None
 
     @override

@@ -25,8 +25,8 @@ class TrainerTurns(Turns, ABC):
     """Turns that follow the events of a Trainer.
 
     A turn begins with the request for the next batch after an optimizer step, with several ranks at the end of that
-    step. Arms are switched there, so that the batch comes to the device in the layout that its step needs. What follows a turn's last step, an epoch's end or a
-    validation, belongs to no turn.
+    step. Arms are switched there, so that the batch comes to the device in the layout that its step needs. What follows
+    a turn's last step, an epoch's end or a validation, belongs to no turn.
 
     Attributes:
         expects_batch: Whether the next batch is a training batch; a fit validates, too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
@@ -19,6 +18,7 @@ from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 from typing_extensions import override
 
+from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.torch_private.profilers import before_profilers, stop_legacy_profiler
 from lightning_accel.core.tree import storages_of
@@ -78,7 +78,6 @@ class _CudaMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._window = PeakMemory(device)
         self._intervals: list[MemoryInterval] = []
 
     @override
@@ -90,7 +89,7 @@ class _CudaMeter(Meter):
     def mark(self, mark: Hashable) -> None:
         self.stop()
         self._intervals.append(MemoryInterval(mark, torch.cuda.memory_allocated(self._device), 0))
-        self._window.reset_counter()
+        PeakMemory(self._device).reset_counter()  # which leaves other windows their peaks
 
     @override
     def stop(self) -> list[MemoryInterval]:
@@ -131,8 +130,7 @@ class _ProfilerMeter(Meter):
 
     @override
     def start(self, alive: Iterable[Tensor] = ()) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated
+        with hidden_warnings():  # deprecated
             profiler = profiler_legacy.profile(profile_memory=True)  # type: ignore[no-untyped-call]
         storages = storages_of(alive)
         self._base_bytes = sum(storage.nbytes() for storage in storages)

@@ -8,12 +8,12 @@ Elements equal to zero are left out, negative zero too; NaN is kept. The result 
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.ops.arrays import as_tensors, common_library, plain
 from lightning_accel.ops.nonzeros import Entries, Kept, collect, count
 
@@ -185,11 +185,8 @@ def _sparse_tensor(entries: Entries, shape: torch.Size) -> Tensor:
 def _hear_of_beta() -> None:
     """Creates a first CSR tensor, once per process, to consume torch's warning that these are in beta.
 
-    Torch 2.11 also warns that invariants are not checked, although that was requested. This runs once, because filters
-    are process-wide and each change makes Python repeat earlier warnings.
+    Torch 2.11 also warns that invariants are not checked, although that was requested.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
-        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning)
+    with hidden_warnings("Sparse (CSR tensor support is in beta|invariant checks are implicitly disabled)"):
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
         torch.sparse_csr_tensor(start, start[:0], start[:0], (0, 0), device="cpu", check_invariants=False)

@@ -6,7 +6,6 @@ https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precisio
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.core.host import SLOW_BF16, Host
 from lightning_accel.core.isolation import is_trial
 from lightning_accel.core.patch import AttributePatch, Patch, PatchSet, applied
@@ -31,6 +31,7 @@ MatmulPrecisionSetting = Literal["off", "auto", "high", "medium"]
 _FORMATS = {"cuda": "TF32", "cpu": "bfloat16"}
 _BACKENDS: Any = torch.backends  # whose types lack some of these names
 _UNSET = ("none", "none", "none")
+_ADVICE = "Please use the new API settings"  # of torch 2.9, to break whoever reads the older one
 
 
 def possible_on(host: Host) -> tuple[str, ...]:
@@ -114,23 +115,15 @@ def in_force() -> tuple[str, str, str]:
 
 def _older() -> str:
     try:
-        with _without_advice():
+        with hidden_warnings(_ADVICE):
             return torch.get_float32_matmul_precision()
     except RuntimeError:  # the newer interface alone was used: the older one is as it was when torch was loaded
         return "highest"
 
 
 def _set_older(choice: str) -> None:
-    with _without_advice():
+    with hidden_warnings(_ADVICE):
         torch.set_float32_matmul_precision(choice)
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    # Torch 2.9 advises to use the newer interface instead, which breaks whoever reads the older one.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use the new API settings")
-        yield
 
 
 def _with_autocast() -> set[str]:

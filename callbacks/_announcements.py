@@ -34,6 +34,12 @@ def tuning_of(trainer: Trainer) -> Tuning | None:
     return tuning if isinstance(tuning, Tuning) else None
 
 
+def is_held(tuning: Tuning, report: Report | None) -> bool:
+    """Whether a fit runs as live trials have settled: one that stays plain has the results of an earlier one alone."""
+    acting = () if report is None else [name for name, one in report.techniques.items() if one.acts]
+    return not tuning.choices or report is None or not tuning.choices.keys().isdisjoint(acting)
+
+
 def say(trainer: Trainer, *lines: str) -> None:
     """Says it now, and notes it."""
     if (report := report_of(trainer)) is not None:
@@ -102,7 +108,7 @@ class Decisions:
                 one = techniques.get(last.technique)
                 reason = one.status if one is not None and one.state == "reverted" else "no longer proposed"
                 now[key] = last if last.after == "OFF" else replace(last, before=last.after, after="OFF", reason=reason)
-        if tuning is not None and (tuning.results or tuning.is_settled):
+        if tuning is not None and (tuning.results or tuning.is_settled) and is_held(tuning, report):
             for name, result in tuning.results.items():
                 now[name] = TrialDecided(**vars(result), setup_s=tuning.setup_s.get(name))
             now[PlanHeld] = PlanHeld(

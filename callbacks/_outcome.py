@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_accel.callbacks._announcements import report_of, tuning_of
+from lightning_accel.callbacks._announcements import is_held, report_of, tuning_of
 from lightning_accel.evidence.epoch_speed import PREFIX, EpochSpeed
 from lightning_accel.evidence.figures import MEND, can_draw, pixels, share_bar
 from lightning_accel.evidence.record import FOLDER
@@ -52,7 +52,9 @@ class FitOutcome:
     def ratio(self) -> RatioInterval | None:
         """How many times as fast as plain it runs; None where that is not known, and where it runs as plain."""
         tuning = tuning_of(self.trainer)
-        return None if tuning is None or tuning.whole is None or not tuning.choices else tuning.whole.interval
+        if tuning is None or tuning.whole is None or not tuning.choices:
+            return None
+        return tuning.whole.interval if is_held(tuning, report_of(self.trainer)) else None
 
     @property
     def peak_memory_mib(self) -> float | None:

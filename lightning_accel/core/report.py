@@ -58,6 +58,7 @@ class TechniqueReport:
         rests: Whether live trials decided against it.
         measured_as_a_whole: The measurement of all sites together; None if there is none.
         was_in_force: Whether a site was given back during the run, after all trials.
+        rests_as: Why it does nothing, if it rests.
         waits_for_trials: Whether it does nothing until live trials switch it on.
     """
 
@@ -67,6 +68,7 @@ class TechniqueReport:
         self.data: dict[str, Any] = {}
         self.measured_as_a_whole: Measurement | None = None
         self.is_on = self.rests = self.was_in_force = self.waits_for_trials = False
+        self.rests_as = ""
 
     def change(self, state: TechniqueState, status: str = "", *, is_on: bool | None = None) -> None:
         """Changes the state and what is given with it. Nothing else changes the state."""
@@ -98,10 +100,10 @@ class TechniqueReport:
 
     @property
     def line(self) -> str:
-        """The status, and whether live trials have switched the technique off."""
+        """The status, and whether the technique was switched off, and why."""
         had_something = self.is_on or len(self.refusals) < len(self.sites)
         is_off = self.rests and had_something
-        return f"off, as live trials have settled without it; before: {self.status}" if is_off else self.status
+        return f"off, as {self.rests_as}; before: {self.status}" if is_off else self.status
 
     def outcome(self) -> str:
         """Returns what happened at the sites, in one line."""
@@ -171,11 +173,11 @@ class Report:
         """Returns the sites that ``technique`` left alone or gave back, with the reasons."""
         return self.techniques[technique].refusals if technique in self.techniques else {}
 
-    def settled(self, resting: Iterable[str]) -> None:
-        """Records which techniques live trials decided against; none before the trials have settled."""
+    def settled(self, resting: Iterable[str], why: str = "live trials have settled without it") -> None:
+        """Records which techniques live trials decided against, and why; none before the trials have settled."""
         resting = set(resting)
         for name, record in self.techniques.items():
-            record.rests = name in resting
+            record.rests, record.rests_as = name in resting, why
 
     def note(self, line: str, key: str = "") -> None:
         """Adds a remark on the run as a whole, once.

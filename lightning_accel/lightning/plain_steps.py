@@ -10,6 +10,8 @@ from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.step_timeline import Driver, StepTimes
 from lightning_accel.lightning.packages import Trainer
 
+_SLOWER = 0.5  # of a plain step: less may be noise
+
 
 @dataclass
 class _Payments:
@@ -32,6 +34,7 @@ class PlainSteps:
         self._timeline.listeners.append(self._took)
         self._payments = _Payments(0.0)
         self._charged_s = 0.0  # extra time of steps that the purse was charged with
+        self._extra_s: list[float] = []  # of each of them
         # When an optimizer ended the current step, and what the purse had paid by then.
         self._stepped: tuple[Any, float | None] = None, None
         self.count = 0  # plain steps so far
@@ -76,6 +79,17 @@ class PlainSteps:
         self._timeline.forget(self._took)
         self._timeline.release(self)
 
+    @property
+    def cannot_be_paid(self) -> bool:
+        """Whether steps are so much slower than plain ones that the run cannot pay for another one.
+
+        The first one is no sign of that, since it has trials of parts and new kernels.
+        """
+        step_s = self._purse.step_s
+        if step_s is None or len(self._extra_s) < 2 or self._extra_s[-1] < _SLOWER * step_s:
+            return False
+        return self._purse.to_come_s < self._extra_s[-1]
+
     def _took(self, step: StepTimes) -> None:
         payments, now_s = step.labels.get(self), self._paid_s()
         took_s = step.cycle_ms / 1e3
@@ -88,6 +102,7 @@ class PlainSteps:
         elif payments is not None and payments.are_charged and self._purse.step_s is not None:
             extra_s = max(0.0, took_s - self._purse.step_s)
             self._charged_s += extra_s
+            self._extra_s.append(extra_s)
             self._purse.pay(TRIALS, extra_s)
 
     def _paid_s(self) -> float:

@@ -76,6 +76,16 @@ def test_what_is_slower_costs_at_most_2_percent(steps: int) -> None:
     assert set(model.seen[-steps // 2 :]) == {"plain"}
 
 
+def test_steps_so_slow_that_the_run_cannot_pay_for_another_end_before_any_comparison() -> None:
+    """Two of them have taken 60 ms more by then, of the 40 ms that 200 steps of 10 ms may pay."""
+    with begun(0.25) as time:
+        model = Beginner(time)
+        plugin = fit(model, 200)
+        assert time.now_ms < 1.035 * 200 * 10
+    assert model.seen.count("on") == 2
+    assert plugin.report.of("tuning").status.startswith("not tried: the first changed steps took more")
+
+
 def test_once_nothing_is_faster_no_method_of_the_strategy_is_ours() -> None:
     patched: list[set[str]] = []
 

@@ -23,6 +23,10 @@ _PLACES = [
 # Both as written and with links resolved: code records the path by which it was imported.
 _NOT_THE_USERS = (*{str(place) for written in _PLACES for place in (written, written.resolve())}, "<")
 
+_LIGHTNINGS = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+_NO_LIBRARYS = (*_LIGHTNINGS, "torch.", "lightning_accel.")
+_STANDARD = {"torch", *sys.stdlib_module_names}
+
 
 def is_users(file: str) -> bool:
     """Returns whether a file of code is the user's."""
@@ -32,14 +36,20 @@ def is_users(file: str) -> bool:
 def users_line() -> str:
     """Returns the user's innermost running line, as ``train.py:12, in forward``; empty if there is none.
 
-    In a backward pass, the only Python frames are those of the code that called ``backward``.
+    Of a LightningModule that is a library's, it is the library's line: the user's would be that of ``trainer.fit``. In a
+    backward pass, the only Python frames are those of the code that called ``backward``.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+    librarys: FrameType | None = None  # the innermost one
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        name = str(frame.f_globals.get("__name__"))
+        if librarys is not None and name.startswith(_LIGHTNINGS):
+            frame = librarys
+            break
+        if librarys is None and not name.startswith(_NO_LIBRARYS) and name.partition(".")[0] not in _STANDARD:
+            librarys = frame
         frame = frame.f_back
-    return ""
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 def is_event(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ def is_users(file: str) -> bool:
 def users_line() -> str:
     """Returns the user's innermost running line, as ``train.py:12, in forward``; empty if there is none.
 
-    Of a LightningModule that is a library's, it is the library's line: the user's would be that of ``trainer.fit``. In a
+    In a LightningModule of a library's, it is the library's line: the user's would be that of ``trainer.fit``. In a
     backward pass, the only Python frames are those of the code that called ``backward``.
     """
     frame: FrameType | None = sys._getframe(1)

@@ -18,6 +18,7 @@ NOT_FINITE = "a loss or a gradient was not finite in bfloat16"
 
 _MOST_PARAMETERS = 4  # whose gradients are read: what is not finite reaches all layers before it
 _MOST_NUMBERS = 1 << 14  # in one of them
+_MOST_FUTILE = 3
 
 
 class FiniteSteps:
@@ -28,12 +29,11 @@ class FiniteSteps:
 
     def __init__(self, module: nn.Module, precision: Autocast) -> None:
         self._module, self._precision = module, precision
-        self._steps = 0
-        self._is_off = False
+        self._steps = self._futile = 0
 
     def reads(self) -> bool:
         """Returns whether the step that comes next is to be read."""
-        if self._is_off or not self._precision.is_ours or self._precision.scaler is not None:
+        if self._futile >= _MOST_FUTILE or not self._precision.is_ours or self._precision.scaler is not None:
             return False
         self._steps += 1
         return self._precision.device == "cpu" or self._steps.bit_count() == 1
@@ -52,6 +52,6 @@ class FiniteSteps:
         small = [p for p in self._module.parameters() if p.requires_grad and p.numel() <= _MOST_NUMBERS]
         return small[:: max(1, len(small) // _MOST_PARAMETERS)][:_MOST_PARAMETERS]
 
-    def stop(self) -> None:
-        """Reads no more steps, since float32 does not make them finite, either."""
-        self._is_off = True
+    def was_futile(self) -> None:
+        """Notes that float32 did not make a step finite, either. After three of these, no more steps are read."""
+        self._futile += 1

@@ -112,8 +112,9 @@ class StepRetry(Layer):
         self._is_read = False
         if self._finite.is_finite(outputs):
             self._engine.revert("precision", NOT_FINITE, "refused")
+            self._engine.report.note(f"{NOT_FINITE}: its step, and the rest of the run, are in float32")
         else:
-            self._finite.stop()
+            self._finite.was_futile()
         return outputs
 
     def around_backward(self, call: Call, loss: Any, *args: Any, **kwargs: Any) -> None:

@@ -62,6 +62,7 @@ MIDDLES = {
 PRICES = {
     "lightning/met_programs.py": "what it takes to begin, with what the run may pay",
     "lightning/plain_start.py": "what a technique takes to begin, with what the run may pay",
+    "lightning/plain_steps.py": "what a changed step takes more, with what the run may pay",
     "lightning/run.py": "what a look takes, with what the run may pay",
     "tuning/trial_scheduler.py": "what an arm may gain, with a share of a step",
 }

@@ -110,7 +110,7 @@ def test_a_later_batch_of_an_accumulation_runs_again_too(make_trainer: MakeTrain
 def test_a_loss_that_float32_does_not_make_finite_is_the_users_own(make_trainer: MakeTrainer) -> None:
     module = InfiniteAnyhow()
     plugin = fit(make_trainer, module)
-    assert seen[4:] == [(4, True), (4, False), (5, True), (6, True), (7, True)]
+    assert seen[4:] == [(4, True), (4, False), (5, True), (5, False), (6, True), (6, False), (7, True)]
     assert plugin.report.of("precision").is_on
 
 

@@ -274,10 +274,12 @@ class FitInstruments:
         self._take_rested()
         if self.record is None:
             return
+        may_tell = self._allowance.can_pay(_TEXTS_S)  # otherwise loggers are told at the end
         with self._allowance.paying():
             self.record.settled(self.interval.tally)
-            if self.teller is not None:
+            if self.teller is not None and may_tell:
                 self.teller.settled(self.record.speed)
+        self.timeline.leave_out()
 
     def ended(self, exception: BaseException | None) -> None:
         """Tells record, loggers and console that no step is to follow, and what has ended them."""

@@ -20,6 +20,7 @@ class TrialSteps:
 
     Attributes:
         next: Which of them comes next, 0 or 1; None if none does.
+        owes_verdicts: Whether other ranks wait for the verdicts of this one.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class TrialSteps:
         self.next: int | None = None
         self._model, self._report, self._active = model, report, active
         self._gather = gather or (lambda value: [value])
-        self._owes_verdicts = False  # whether other ranks wait for this one's verdicts
+        self.owes_verdicts = False
 
     @contextmanager
     def around(self, stage: str) -> Iterator[None]:
@@ -40,7 +41,7 @@ class TrialSteps:
         waiting = [run for run in self._active() if run.record.state == "waiting" and run.patches]
         on_trial = [run for run in waiting if run.traits.trial_step == self.next]
         found: Decisions = {}
-        self._owes_verdicts = bool(on_trial)
+        self.owes_verdicts = bool(on_trial)
         with ExitStack() as stack:
             for run in self._active():
                 run.enter(stack, "begin a step", run.technique.step, stage)
@@ -55,7 +56,7 @@ class TrialSteps:
             self._conclude(on_trial, found)
 
     def _conclude(self, on_trial: Sequence[TechniqueRun], found: Decisions) -> None:
-        self._owes_verdicts = False
+        self.owes_verdicts = False
         ranks = self._gather(found) if on_trial else [{}]
         if None in ranks:
             for run in reversed(self._active()):
@@ -76,8 +77,8 @@ class TrialSteps:
 
     def join_after_failure(self) -> None:
         """Answers the other ranks, which wait for verdicts, if this rank has repeated a trial step without edits."""
-        if self._owes_verdicts:
-            self._owes_verdicts = False
+        if self.owes_verdicts:
+            self.owes_verdicts = False
             self._gather(None)
             self.compare({})
 

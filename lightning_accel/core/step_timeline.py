@@ -204,6 +204,12 @@ class StepTimeline:
         if not self._fetches:
             self._began = None
 
+    def leave_out(self) -> None:
+        """Excludes the time between the last step and now, also if a fetch has begun in it."""
+        if len(self._fetches) == 1:
+            self._fetches[0], self._began = self._mark(), None
+        self.pause()
+
     def settle(self) -> None:
         """Reports all steps that have ended. Only this call may wait for the device."""
         self.tail_ended()

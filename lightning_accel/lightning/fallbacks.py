@@ -74,6 +74,10 @@ def with_less_memory(failure: Failure, engine: RunEngine, memory: OomRecovery) -
 
 def with_fewer_edits(failure: Failure, engine: RunEngine, outputs: StepOutputs) -> Iterator[Fallback]:
     """Yields after each change that may let a step succeed. After the last one, all is as the user wrote it."""
+    model = engine.module.trainer.strategy.model
+    if isinstance(model, DistributedDataParallel):
+        # The other ranks are past the broadcast of buffers. DDP's forward sets this flag again for the next step.
+        model.require_forward_param_sync = False
     error, remark = failure.error, f"a step raised {one_line(failure.error)}"
     is_edit = isinstance(error, EditError)
     # The step may have failed on a tensor that an earlier turn left in another dtype or layout.
@@ -84,15 +88,11 @@ def with_fewer_edits(failure: Failure, engine: RunEngine, outputs: StepOutputs) 
             engine.revert(name, str(error) if is_edit else remark, "refused" if is_edit else "failed")
             yield Fallback(functools.partial(engine.report.note, f"{remark}, and ran without {name}"))
     yield from _without_option_on_trial(failure, engine)
-    # After the trial steps, the other ranks hear of it with their next times: until then, they step as before.
-    is_alone = engine.module.trainer.world_size > 1 and not engine.is_trying
+    # Ranks that wait for no verdicts of this step hear of it with their next times: until then, they step as before.
+    is_alone = engine.module.trainer.world_size > 1 and not engine.trial_steps.owes_verdicts
     engine.revert_all(remark, keeps_optimizers=is_alone)
     if is_alone:
         engine.revert("precision", remark, "failed")
-    model = engine.module.trainer.strategy.model
-    if isinstance(model, DistributedDataParallel):
-        # The other ranks are past the broadcast of buffers. DDP's forward sets this flag again for the next step.
-        model.require_forward_param_sync = False
 
     def succeeded() -> None:
         engine.end_trials()

@@ -78,13 +78,12 @@ class LiveTuning(TrainerTurns):
         return tuning if tuning is not None and tuning.is_settled else None
 
     def do_without(self, why: str) -> None:
-        """Has the rest of the run be plain, unless trials have begun, which keep to their own budget."""
-        if self.trials is None:
-            report = self._engine.report
-            set_choices(self._engine, self._engine.arms(), {})
-            report.settled([*report.techniques], why)
-            report.of("tuning").status = f"not tried: {why}"
-            self._is_nothing = True
+        """Has the rest of the run be plain, before trials have begun."""
+        report = self._engine.report
+        set_choices(self._engine, self._engine.arms(), {})
+        report.settled([*report.techniques], why)
+        report.of("tuning").status = f"not tried: {why}"
+        self._is_nothing = True
 
     @override
     def batch(self, batch: Any) -> None:

@@ -98,8 +98,9 @@ class PlainStart:
         begins_turn = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready % self._purse.steps_a_turn == 0
         if begins_turn and not self.is_over:
             if not self.steps.are_plain and self._run is not None:
-                if self.steps.cannot_be_paid and self._run.live is not None:
-                    self._run.live.do_without("the first changed steps took more than the run can pay")
+                live = self._run.live
+                if live is not None and live.trials is None and self.steps.cannot_be_paid:
+                    live.do_without("the first changed steps took more than the run can pay")
                 else:
                     self._try_the_rest(self._run)
             elif self.steps.count >= PLAIN_STEPS or self._kept.is_decided:

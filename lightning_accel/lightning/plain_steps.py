@@ -10,7 +10,8 @@ from lightning_accel.core.purse import TRIALS, Purse
 from lightning_accel.core.step_timeline import Driver, StepTimes
 from lightning_accel.lightning.packages import Trainer
 
-_SLOWER = 0.5  # of a plain step: less may be noise
+_SLOWER = 0.25  # of a plain step: less may be noise
+_TURNS = 3  # that a comparison takes of a slower side, at least
 
 
 @dataclass
@@ -81,14 +82,14 @@ class PlainSteps:
 
     @property
     def cannot_be_paid(self) -> bool:
-        """Whether steps are so much slower than plain ones that the run cannot pay for another one.
+        """Whether steps are so much slower than plain ones that the run cannot pay for a comparison.
 
         The first one is no sign of that, since it has trials of parts and new kernels.
         """
-        step_s = self._purse.step_s
-        if step_s is None or len(self._extra_s) < 2 or self._extra_s[-1] < _SLOWER * step_s:
+        step_s, later = self._purse.step_s, self._extra_s[1:]
+        if step_s is None or not later or (extra_s := sum(later) / len(later)) < _SLOWER * step_s:
             return False
-        return self._purse.to_come_s < self._extra_s[-1]
+        return self._purse.to_come_s < _TURNS * self._purse.steps_a_turn * extra_s
 
     def _took(self, step: StepTimes) -> None:
         payments, now_s = step.labels.get(self), self._paid_s()

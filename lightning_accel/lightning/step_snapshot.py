@@ -13,6 +13,7 @@ from lightning_accel.core.kept_state import Names, can_be_restored
 from lightning_accel.core.random_streams import OTHERS, same_state
 from lightning_accel.core.state_snapshot import Level, StatePlaces, StateSnapshot
 from lightning_accel.core.torch_private.tensors import version_of, versions_of
+from lightning_accel.core.torch_private.training import num_exchanges
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.packages import LightningModule, Trainer
 from lightning_accel.lightning.private import logged_results
@@ -31,6 +32,7 @@ class Attempt:
         self.step, self.given = step, given
         self._module, self._state = module, state
         self._is_kept, self._is_training_kept = True, False
+        self._num_exchanges = num_exchanges()
         self._num_optimizer_steps = module.trainer.global_step
         # Without automatic optimization, Lightning does not see the module's own optimizer steps and backward passes.
         self._is_automatic = module.automatic_optimization
@@ -72,6 +74,7 @@ class Attempt:
 
     def keep_again(self) -> None:
         """Takes a snapshot of the module as it is now, since rank 0 sent its buffers after the step began."""
+        self._num_exchanges = num_exchanges()
         try:
             # Without random streams: the first snapshot has them, and a memory meter may be active by now.
             self._snapshots.append((self._state or SmallState(self._module)).of_module())
@@ -86,7 +89,9 @@ class Attempt:
         has_trained = not self._is_training_kept and (has_stepped or self._has_trained())
         has_written = any(version_of(tensor) != version for tensor, version in [*self._inputs, *self._large])
         has_written |= self._state is not None and self._state.is_written_unseen
-        return self._is_kept and not (reads_its_loader or has_trained or has_written)
+        # The other ranks take part in an exchange (of metrics, of SyncBatchNorm) only once.
+        has_exchanged = num_exchanges() != self._num_exchanges
+        return self._is_kept and not (reads_its_loader or has_trained or has_written or has_exchanged)
 
     def _versions(self) -> list[Any]:
         """Returns values that differ after a write to a parameter or, with manual optimization, a new gradient."""

@@ -246,6 +246,23 @@ def test_a_pause_within_a_cycle_does_nothing(host_ms: list[float]) -> None:
     assert sum(timeline.timed.cycle_ms) == pytest.approx(18)
 
 
+@pytest.mark.parametrize("is_fetching", [False, True])
+def test_what_is_left_out_before_a_step_is_neither_wait_nor_gap(host_ms: list[float], is_fetching: bool) -> None:
+    timeline = Timeline()
+    run_on_host(timeline, host_ms, ("fetch", 3), ("step", 10), ("gap", 1))
+    if is_fetching:
+        timeline.fetch_began()
+    host_ms[0] += 100
+    timeline.leave_out()
+    if not is_fetching:
+        timeline.fetch_began()
+    host_ms[0] += 4
+    timeline.fetch_ended()
+    run_on_host(timeline, host_ms, ("step", 20))
+    assert list(timeline.timed.wait_ms) == pytest.approx([3, 4])
+    assert list(timeline.timed.cycle_ms) == pytest.approx([13, 24])
+
+
 def test_listeners_are_told_of_each_step_once_the_device_has_passed_it(device: SimulatedDevice) -> None:
     told: list[StepTimes] = []
     timeline = StepTimeline(EventClock(device.new_event), told.append)

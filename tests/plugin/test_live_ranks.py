@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.plugin.live_ranks import FAILING
 from support.scripts import SUPPORT, run_script
 
 pytestmark = pytest.mark.medium
@@ -43,8 +44,9 @@ def test_what_one_rank_loses_by_goes(folder: Path) -> None:
     assert first["seen"][-1] == "off"
 
 
-def test_a_rank_that_repeats_a_step_without_edits_has_the_weights_of_the_others(folder: Path) -> None:
-    first, second = ranks(folder, "fails on one")
+@pytest.mark.parametrize("run", FAILING)
+def test_a_rank_that_repeats_a_step_without_edits_has_the_weights_of_the_others(folder: Path, run: str) -> None:
+    first, second = ranks(folder, run)
     assert first["weights"] == second["weights"]
     assert "only an edit raises this" in second["note"]
 

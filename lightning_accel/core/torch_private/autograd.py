@@ -60,11 +60,11 @@ def is_in_backward() -> bool:
 
 
 def is_on_foreign_thread() -> bool:
-    """Returns whether this thread was not started by Python: ``threading._DummyThread``, since Python 2.
+    """Returns whether this thread was not started by Python: Python calls it ``Dummy-1``, or another number.
 
     The threads on which autograd computes for GPUs are such threads. Torch has no name that tells them.
     """
-    return isinstance(threading.current_thread(), threading._DummyThread)
+    return threading.current_thread().name.startswith("Dummy-")
 
 
 def node_under_way() -> int:

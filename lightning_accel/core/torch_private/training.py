@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -25,6 +26,20 @@ def exposed_communication(wrapped: DistributedDataParallel) -> float:
     communicating, overlapping, computing = (int(found.get(name, 0)) for name in names)
     exposed = max(0, communicating - overlapping)
     return exposed / (computing + exposed) if computing else 0.0
+
+
+def num_exchanges() -> int:
+    """Returns the number of collective calls so far, of the group of all ranks: ``_get_sequence_number_for_group``.
+
+    It is 0 in a single process, and for backends that do not count.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return 0
+    group: Any = dist.group.WORLD
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def check_all_reduced(wrapped: DistributedDataParallel) -> None:

@@ -41,6 +41,12 @@ LIMITED: dict[str, tuple[int, dict[str, Any]]] = {  # by the Trainer: batches of
     "asked for by name": (20, {"max_steps": 20, "accel": {"threads": 1}}),
 }
 
+FAILING: dict[str, Any] = {  # the first step that fails, with which message, and what else the model has
+    "fails on one": (10, "only an edit raises this"),
+    "fails on one from the second step on": (1, "only an edit raises this"),
+    "fails on one that has buffers": (10, "only an edit raises this, of another dtype", nn.BatchNorm1d(256)),
+}
+
 
 class Stream(IterableDataset[list[Tensor]]):
     """An epoch without a length, so that only one more fetch tells which batch is the last."""
@@ -53,15 +59,16 @@ class Stream(IterableDataset[list[Tensor]]):
 
 
 class FailsOnOneRank(LightningModule):
-    """On rank 1, steps do not run in bfloat16 any more."""
+    """On rank 1, steps do not run in bfloat16 any more, from one of them on."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails_from: int, message: str, *more: nn.Module) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.net = nn.Sequential(nn.Linear(8, 256), *more, nn.ReLU(), nn.Linear(256, 1))
+        self.fails_from, self.message = fails_from, message
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx >= 10 and torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("only an edit raises this")
+        if self.global_rank == 1 and batch_idx >= self.fails_from and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError(self.message)
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -88,7 +95,13 @@ def run_all(folder: Path, rank: int) -> None:
 
 
 def run_failing(folder: Path, rank: int) -> None:
-    failing, plugin = FailsOnOneRank(), AccelPlugin(trust="checked", report=False)
+    for name, (fails_from, message, *more) in FAILING.items():
+        outcome = fit_failing(FailsOnOneRank(fails_from, message, *more))
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def fit_failing(failing: FailsOnOneRank) -> dict[str, Any]:
+    plugin = AccelPlugin(trust="checked", report=False)
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
     quiet = {
         "enable_progress_bar": False,
@@ -102,8 +115,7 @@ def run_failing(folder: Path, rank: int) -> None:
         trainer = Trainer(plugins=[plugin], accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
         trainer.fit(failing, DataLoader(TensorDataset(torch.randn(160, 8)), batch_size=2))
     weights = [parameter.tolist() for parameter in failing.parameters()]
-    outcome = {"weights": weights, "note": " ".join(plugin.report.notes)}
-    (folder / f"fails on one.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    return {"weights": weights, "note": " ".join(plugin.report.notes)}
 
 
 def run_limited(folder: Path, rank: int) -> None:

@@ -73,7 +73,13 @@ class RunEngine(Engine):
 
     @override
     def arms(self) -> list[Arm]:
-        return [*self.precision.arms(), *super().arms()]
+        return [*([] if self._has_fixed_format else self.precision.arms()), *super().arms()]
+
+    @property
+    def _has_fixed_format(self) -> bool:
+        """Whether shards are gathered in the number format of the steps, which no step can then leave."""
+        sharding = getattr(self.module.trainer.strategy, "sharding", None)
+        return sharding is not None and sharding.dtype is not None
 
     @property
     def alters_steps(self) -> bool:
@@ -84,10 +90,10 @@ class RunEngine(Engine):
         """Reverts a technique, or the precision, for the rest of the run, with a verdict of this kind."""
         if self.live is not None:
             self.live.lose(name)
-        if name == "precision":
-            self.precision.give_up(self.report, reason)
-        else:
+        if name != "precision":
             self.revert_all(reason, name, kind)
+        elif not self._has_fixed_format:
+            self.precision.give_up(self.report, reason)
 
     def end_trials(self) -> None:
         """Ends the live trials, since nothing is left to switch."""

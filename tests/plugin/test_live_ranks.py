@@ -51,6 +51,14 @@ def test_a_rank_that_repeats_a_step_without_edits_has_the_weights_of_the_others(
     assert "only an edit raises this" in second["note"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_trial_takes_the_number_format_that_shards_are_gathered_in(folder: Path, rank: int) -> None:
+    outcome = ranks(folder, "sharded")[rank]
+    assert outcome["is_on"]
+    assert outcome["compared"]
+    assert not any(name.startswith("precision") for name in outcome["compared"])
+
+
 def test_a_short_run_tries_nothing(folder: Path) -> None:
     first, _ = ranks(folder, "too short")
     assert set(first["seen"]) == {"on"}

@@ -99,6 +99,26 @@ def run_failing(folder: Path, rank: int) -> None:
         outcome = fit_failing(FailsOnOneRank(fails_from, message, *more))
         (folder / f"{name}.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
 
+    outcome = run_sharded()
+    (folder / f"sharded.{rank}.json").write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def run_sharded() -> dict[str, Any]:
+    plugin = AccelPlugin(report=False)
+    host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
+    with mock.patch.object(Host, "detect", return_value=host):
+        sharded = FailsOnOneRank(1_000, "never")
+        trainer = Trainer(plugins=[plugin], accelerator="cpu", devices=2, strategy="accel_fsdp", max_epochs=1, **quiet)
+        trainer.fit(sharded, DataLoader(TensorDataset(torch.randn(480, 8)), batch_size=2))
+    assert plugin.tuning is not None
+    return {"compared": [*plugin.tuning.results], "is_on": plugin.report.of("precision").is_on}
+
 
 def fit_failing(failing: FailsOnOneRank) -> dict[str, Any]:
     plugin = AccelPlugin(trust="checked", report=False)

@@ -189,7 +189,7 @@ class Questions:
             return False
         if not self._setups.is_affordable(arm, self._budget.turns, self._latest):
             return False
-        if not self._latest or gain_ms == math.inf:
+        if not self._latest:
             return True
         return max(self._setups.of_all_ranks(gain_ms)) / 1e3 >= _LEAST_GAIN * self._latest.typical_s
 

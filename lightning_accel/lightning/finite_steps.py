@@ -33,7 +33,7 @@ class FiniteSteps:
 
     def reads(self) -> bool:
         """Returns whether the step that comes next is to be read."""
-        if self._futile >= _MOST_FUTILE or not self._precision.is_ours or self._precision.scaler is not None:
+        if self._futile >= _MOST_FUTILE or not self._precision.is_ours:
             return False
         self._steps += 1
         return self._precision.device == "cpu" or self._steps.bit_count() == 1

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
-from lightning_accel.core.tree import map_tensors, tensors_in
+from lightning_accel.core.tree import map_tensors, storage_of, tensors_in
 from lightning_accel.lightning.autocast_precision import nested
 from lightning_accel.lightning.packages import Callback, LightningModule, callbacks_of, is_lightnings, own
 from lightning_accel.lightning.run_engine import RunEngine
@@ -216,17 +216,25 @@ class StepOutputs(Layer):
         roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
         own = self._own or {}
         found = []
+        plain: set[tuple[Any, int]] = set()  # storages, each with the dimensions of a tensor there in the plain form
         self._is_cut = False
         try:
             for way, tensor in held_tensors(*roots, most=most):
                 technique = form.technique(tensor)
                 is_ours = technique == "memory_format" and isinstance(tensor, nn.Parameter)  # the technique restores it
-                if technique is not None and not is_ours and id(tensor) not in own:
+                if technique is None:
+                    plain.add(_place_of(tensor))
+                elif not is_ours and id(tensor) not in own:
                     found.append((way, tensor))
         except LookupError as error:
             self._is_cut = True
             self._engine.report.note(f"not all that outlives a step could be looked at: {error}")
-        return found
+        # Beside a tensor in the plain form, another view of its memory has the layout that the user gave it.
+        return [(way, tensor) for way, tensor in found if _place_of(tensor) not in plain]
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, int]:
+    return storage_of(tensor) or id(tensor), tensor.dim()
 
 
 class _HooksLayer(Layer):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from lightning_accel.core.checks import SettingError
@@ -44,10 +45,11 @@ class StepRetry(Layer):
     ) -> None:
         self._engine, self._module, self._precision = engine, engine.module, precision
         self._outputs, self._memory = outputs, memory
-        self._finite, self._is_read = FiniteSteps(engine.module, precision), False
         engine.can_repeat_step = self._can_repeat
         trainer = engine.module.trainer
         self._is_one_of_several = trainer.world_size > 1
+        self._finite, self._is_read = FiniteSteps(engine.module, precision), False
+        self._may_read = not self._is_one_of_several and precision.chosen_dtype is torch.bfloat16
         # DistributedDataParallel calls the module's own step after it has sent the buffers of rank 0 to all ranks.
         companions = [_AfterBroadcast(self)] if self._is_one_of_several else []
         super().__init__([(trainer.strategy, STEPS), (precision, ("backward", "optimizer_step"))], companions)
@@ -83,11 +85,13 @@ class StepRetry(Layer):
             state = None
             if not self._engine.is_trying:
                 state = self._state = self._state or SmallState(self._module)
-            attempt = self._attempt = Attempt(call, (args, kwargs), self._module, state)
+            attempt = self._attempt = Attempt(
+                call, (args, kwargs), self._module, state, is_alone=not self._is_one_of_several
+            )
         except Exception:  # state that cannot be copied cannot be restored: the step runs once, as the user's own
             self._state = None
             return call(*args, **kwargs)
-        self._is_read = not self._is_one_of_several and self._finite.reads()
+        self._is_read = self._may_read and self._finite.reads()
         try:
             outputs = call(*args, **kwargs)
             if self._is_read and not self._finite.is_finite(outputs) and self._can_repeat():

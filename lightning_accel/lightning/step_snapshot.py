@@ -28,11 +28,14 @@ _MOST_BYTES = 1 << 28  # of parameters: a trial's step copies up to three times 
 class Attempt:
     """A running step, its arguments, and a snapshot of what the step may change."""
 
-    def __init__(self, step: Step, given: Any, module: LightningModule, state: SmallState | None) -> None:
+    def __init__(
+        self, step: Step, given: Any, module: LightningModule, state: SmallState | None, *, is_alone: bool
+    ) -> None:
         self.step, self.given = step, given
         self._module, self._state = module, state
         self._is_kept, self._is_training_kept = True, False
-        self._num_exchanges = num_exchanges()
+        self._exchanges: Callable[[], int] = int if is_alone else num_exchanges
+        self._num_exchanges = self._exchanges()
         self._num_optimizer_steps = module.trainer.global_step
         # Without automatic optimization, Lightning does not see the module's own optimizer steps and backward passes.
         self._is_automatic = module.automatic_optimization
@@ -74,7 +77,7 @@ class Attempt:
 
     def keep_again(self) -> None:
         """Takes a snapshot of the module as it is now, since rank 0 sent its buffers after the step began."""
-        self._num_exchanges = num_exchanges()
+        self._num_exchanges = self._exchanges()
         try:
             # Without random streams: the first snapshot has them, and a memory meter may be active by now.
             self._snapshots.append((self._state or SmallState(self._module)).of_module())
@@ -90,7 +93,7 @@ class Attempt:
         has_written = any(version_of(tensor) != version for tensor, version in [*self._inputs, *self._large])
         has_written |= self._state is not None and self._state.is_written_unseen
         # The other ranks take part in an exchange (of metrics, of SyncBatchNorm) only once.
-        has_exchanged = num_exchanges() != self._num_exchanges
+        has_exchanged = self._exchanges() != self._num_exchanges
         return self._is_kept and not (reads_its_loader or has_trained or has_written or has_exchanged)
 
     def _versions(self) -> list[Any]:

@@ -170,3 +170,28 @@ def test_a_step_that_only_reads_through_a_view_runs_once() -> None:
     assert "calls .view()" in plugin.report.of("memory_format").status
     assert not any("ran without memory_format" in note for note in plugin.report.notes)
     assert len(model.losses) == 2 * 8
+
+
+class SumsByColumn(Net):
+    """Keeps sums over a validation, and a view of them in another order of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: list[float] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.sums = torch.zeros(4, 8, 6, 6)
+        self.by_column = self.sums.permute(0, 3, 1, 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.sums += self.features(batch[0])[:4, :8, :6, :6].detach().float().abs()
+
+    def on_validation_epoch_end(self) -> None:
+        self.totals.append(float(self.by_column.sum()))
+
+
+def test_a_users_view_in_another_order_of_dimensions_stays_a_view() -> None:
+    plain = run(SumsByColumn, None)
+    model = run(SumsByColumn, AccelPlugin(precision="32-true", report=False, trust="checked"))
+    assert model.totals == pytest.approx(plain.totals, rel=1e-4)
+    assert model.totals[-1] > 0

@@ -24,6 +24,7 @@ from lightning_accel.core.device import device_of
 from lightning_accel.core.host import Host
 from lightning_accel.core.layout import (
     FORMAT_NAMES,
+    FORMATS,
     OptimizerLayouts,
     WeightLayout,
     is_aliased,
@@ -56,7 +57,8 @@ def convert_weights(model: nn.Module, dims: Iterable[int] = (4, 5), *, on_cpu: b
     """The edits that put the convolutions of ``model`` into channels_last (4-D weights) and channels_last_3d (5-D)."""
     unsafe = [site for site, module in model.named_modules() if on_cpu and _breaks_the_heap(module)]
     claims: list[Patch] = []
-    laid_out = [name for name, p in model.named_parameters() if is_channels_last(p) and p.dim() in FORMAT_NAMES]
+    candidates = ((name, p) for name, p in model.named_parameters() if is_channels_last(p) and p.dim() in FORMATS)
+    laid_out = [name for name, p in candidates if p.is_contiguous(memory_format=FORMATS[p.dim()])]  # not if transposed
     is_unmade = any(is_lazy(parameter) for parameter in model.parameters())
     for site, module in model.named_modules():
         dim = next((dim for dim in dims if isinstance(module, _CONVOLUTIONS[dim])), None)

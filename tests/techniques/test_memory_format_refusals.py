@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_accel.techniques.memory_format import convert_weights
 from support.models import TinyCNN, ViewCNN, images
 from support.techniques.memory_format_cases import (
     IN_FORCE_NOWHERE,
@@ -271,3 +272,13 @@ def test_a_convolution_that_never_ran_on_the_first_step_is_taken_back_with_the_r
     step(model, handle, torch.ones(2, 3), model["used"])
     assert "no convolution ran" in handle.report.refused("memory_format")["unused"]
     handle.undo()
+
+
+@pytest.mark.parametrize("is_users", [False, True])
+def test_a_users_weight_in_channels_last_leaves_all_to_them_and_a_transposed_one_does_not(is_users: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    other = nn.Parameter(torch.eye(4).T.view(4, 4, 1, 1), requires_grad=False)
+    layout = torch.randn(4, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    model[0].register_parameter("other", nn.Parameter(layout) if is_users else other)
+    refused = {claim.why_not for claim in convert_weights(model)}
+    assert refused == {"0.other is in channels_last already: the layout is the user's" if is_users else ""}

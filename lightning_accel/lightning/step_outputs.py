@@ -234,7 +234,8 @@ class StepOutputs(Layer):
 
 
 def _place_of(tensor: Tensor) -> tuple[Any, int]:
-    return storage_of(tensor) or id(tensor), tensor.dim()
+    storage = storage_of(tensor)
+    return (id(tensor), 0) if storage is None else (storage, tensor.dim())
 
 
 class _HooksLayer(Layer):

@@ -184,9 +184,9 @@ def test_steps_in_parts_have_no_net_of_their_own(make_trainer: MakeTrainer, monk
     spread: list[int] = []
 
     class Watched(step_retry.Attempt):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **options: Any) -> None:
             spread.append(1)
-            super().__init__(*args)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr(step_retry, "Attempt", Watched)
     model, _, plugin = fit(make_trainer, Bare(FITS), Batches(sizes=[5] * 12))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.memory.movers import ThreadMover
+from lightning_accel.techniques.grad_scaler import CountingGradScaler
 from simulated_cuda import faults
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.numbers]
@@ -135,3 +136,17 @@ def test_the_thread_that_offloads_is_on_the_gpu_of_its_mover() -> None:
     mover = ThreadMover(torch.device("cuda", 1))
     assert mover._thread.submit(torch.cuda.current_device).result() == 1
     mover.close()
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_gradients_that_wait_on_another_device_follow_a_change_of_the_scale() -> None:
+    a, b = (nn.Parameter(torch.ones(1, device=f"cuda:{index}")) for index in range(2))
+    scaler = CountingGradScaler("cuda", init_scale=8.0, growth_interval=1)
+    first, second = (torch.optim.SGD([parameter], lr=1.0) for parameter in (a, b))
+    scaler.watch([first, second])
+    scaler.scale(a.sum()).backward()
+    scaler.scale(b.sum().to(a.device)).backward()
+    scaler.step(first)
+    scaler.update()
+    assert b.grad is not None
+    assert b.grad.item() == scaler.get_scale() == 16.0

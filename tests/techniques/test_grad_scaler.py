@@ -195,18 +195,3 @@ def test_lbfgs_with_a_scaler_is_a_clear_error() -> None:
         check_optimizer(optimizer, "16-mixed")
     check_optimizer(optimizer, "bf16-mixed")
     check_optimizer(sgd(weight()), "16-mixed")
-
-
-@pytest.mark.gpu
-def test_gradients_that_wait_on_another_device_follow_a_change_of_the_scale() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one device only")
-    a, b = (nn.Parameter(torch.ones(1, device=f"cuda:{i}")) for i in range(2))
-    grads = CountingGradScaler("cuda", init_scale=8.0, growth_interval=1)
-    first, second = sgd(a), sgd(b)
-    grads.watch([first, second])
-    grads.scale(a.sum()).backward()
-    grads.scale(b.sum().to(a.device)).backward()
-    grads.step(first)
-    grads.update()
-    assert b.grad.item() == grads.get_scale() == 16.0

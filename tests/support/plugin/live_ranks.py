@@ -104,38 +104,29 @@ def run_failing(folder: Path, rank: int) -> None:
 
 
 def run_sharded() -> dict[str, Any]:
-    plugin = AccelPlugin(report=False)
-    host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
-    quiet = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "logger": False,
-    }
-    with mock.patch.object(Host, "detect", return_value=host):
-        sharded = FailsOnOneRank(1_000, "never")
-        trainer = Trainer(plugins=[plugin], accelerator="cpu", devices=2, strategy="accel_fsdp", max_epochs=1, **quiet)
-        trainer.fit(sharded, DataLoader(TensorDataset(torch.randn(480, 8)), batch_size=2))
+    plugin = fit_in_bfloat16(FailsOnOneRank(1_000, "never"), 480, "accel_fsdp")
     assert plugin.tuning is not None
     return {"compared": [*plugin.tuning.results], "is_on": plugin.report.of("precision").is_on}
 
 
 def fit_failing(failing: FailsOnOneRank) -> dict[str, Any]:
-    plugin = AccelPlugin(trust="checked", report=False)
+    plugin = fit_in_bfloat16(failing, 160, "ddp", trust="checked")
+    weights = [parameter.tolist() for parameter in failing.parameters()]
+    return {"weights": weights, "note": " ".join(plugin.report.notes)}
+
+
+def fit_in_bfloat16(model: LightningModule, rows: int, strategy: str, **settings: Any) -> AccelPlugin:
+    """Fits a model on both ranks, whatever this machine has: the precision that is chosen is bfloat16."""
+    plugin = AccelPlugin(report=False, **settings)
     host = Host(kind="cpu", device_name="a CPU with bfloat16", native_bf16=True)
-    quiet = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "logger": False,
-    }
+    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "enable_checkpointing": False, "logger": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     torch.manual_seed(0)
     with mock.patch.object(Host, "detect", return_value=host), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(plugins=[plugin], accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
-        trainer.fit(failing, DataLoader(TensorDataset(torch.randn(160, 8)), batch_size=2))
-    weights = [parameter.tolist() for parameter in failing.parameters()]
-    return {"weights": weights, "note": " ".join(plugin.report.notes)}
+        trainer = Trainer(plugins=[plugin], strategy=strategy, **options, **quiet)
+        trainer.fit(model, DataLoader(TensorDataset(torch.randn(rows, 8)), batch_size=2))
+    return plugin
 
 
 def run_limited(folder: Path, rank: int) -> None:

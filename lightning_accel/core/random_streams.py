@@ -30,13 +30,18 @@ def random_streams(device: torch.device | None = None) -> dict[str, Stream]:
     streams: dict[str, Stream] = {"random": (random.getstate, random.setstate)}
     if (numpy := sys.modules.get("numpy")) is not None:
         streams["numpy.random"] = (numpy.random.get_state, numpy.random.set_state)
-    if device is not None:
-        streams["torch"] = (torch.get_rng_state, torch.set_rng_state)
-        if device.type == "cuda":
-            get_state = functools.partial(torch.cuda.get_rng_state, device)
-            streams["torch.cuda"] = (get_state, functools.partial(torch.cuda.set_rng_state, device=device))
-        elif device.type == "mps":
-            streams["torch.mps"] = (torch.mps.get_rng_state, torch.mps.set_rng_state)
+    return streams if device is None else streams | torchs_streams(device)
+
+
+@functools.cache
+def torchs_streams(device: torch.device) -> dict[str, Stream]:
+    """Lists torch's streams of the host and of a device, by name."""
+    streams: dict[str, Stream] = {"torch": (torch.default_generator.get_state, torch.set_rng_state)}
+    if device.type == "cuda":
+        get_state = functools.partial(torch.cuda.get_rng_state, device)
+        streams["torch.cuda"] = (get_state, functools.partial(torch.cuda.set_rng_state, device=device))
+    elif device.type == "mps":
+        streams["torch.mps"] = (torch.mps.get_rng_state, torch.mps.set_rng_state)
     return streams
 
 

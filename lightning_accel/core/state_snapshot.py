@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_accel.core import kept_state
 from lightning_accel.core.kept_state import TORCHS_OWN, Names, Restore, can_be_restored, joined
-from lightning_accel.core.random_streams import OTHERS, TORCHS, random_streams, same_state, stream_of
+from lightning_accel.core.random_streams import OTHERS, TORCHS, random_streams, same_state, stream_of, torchs_streams
 from lightning_accel.core.torch_private.modules import buffer_slots
 
 Named = list[tuple[str, Any]]
@@ -106,9 +106,8 @@ class StateSnapshot:
         copies_on: torch.device | None = None,
         only_torchs_streams: bool = False,
     ) -> None:
-        self._streams = random_streams(device)
-        if only_torchs_streams:
-            self._streams = {name: stream for name, stream in self._streams.items() if name in TORCHS}
+        torchs = {} if device is None else torchs_streams(device)
+        self._streams = {**torchs} if only_torchs_streams else random_streams(device)
         self._restores: list[Restore] = []
         if module is not None:
             places = places or StatePlaces(module)

@@ -137,7 +137,7 @@ def make_ready(
 ) -> str | None:
     """Prepares a group for a step by this implementation. Returns None, or why the group must not be stepped so.
 
-    Call it before every step, since each step has new gradients: 1 to 2 µs for each parameter.
+    Call it before every step whose :func:`form_of` differs from that of the step before: 1 to 2 µs for each parameter.
 
     A fused kernel reads the step counts in ``states`` in float32 and on the parameter's device. They are moved there.
     """
@@ -192,6 +192,30 @@ def make_ready(
     for state, step, device in strays:
         state["step"] = step.to(device, torch.float32)
     return None
+
+
+_shape, _dtype, _device = (getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device"))
+
+
+def form_of(optimizer: Any) -> Any:
+    """Returns what decides on the answers of :func:`make_ready`, but for :func:`why_never`, in few calls.
+
+    If it equals that of an earlier step, so do the answers. None means that nobody can tell. Of states, it reads which
+    they are: memory of each tensor that is touched has to be fetched by the processor.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    stepping = [gradient for gradient in gradients if gradient is not None]
+    trained = [*parameters, *stepping]
+    if not set(map(type, trained)).issubset(_PLAIN):
+        return None
+    try:
+        forms = [list(map(read, trained)) for read in (Tensor.stride, _shape, _dtype, _device)]
+    except RuntimeError:  # what is sparse has no strides
+        return None
+    groups = [(len(group["params"]), bool(group.get("momentum"))) for group in optimizer.param_groups]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return groups, list(map(id, parameters)), list(map(type, gradients)), list(map(id, states)), forms
 
 
 def _why_not_distributed(strange: Sequence[Any], kind: type[Optimizer], group: Group, impl: StepImpl) -> str | None:

@@ -6,6 +6,7 @@ Next to 1, bfloat16 has steps of 2**-8. So ``log(1 - p)`` becomes infinite, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -41,11 +42,11 @@ class FiniteSteps:
     def is_finite(self, outputs: Any) -> bool:
         """Returns whether the loss among the outputs of a step is finite, or is none that can be read."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        return not (isinstance(loss, Tensor) and loss.numel() == 1) or bool(loss.detach().isfinite())
+        return not (isinstance(loss, Tensor) and loss.numel() == 1) or math.isfinite(loss.item())
 
     def has_finite_gradients(self) -> bool:
         """Returns whether the gradients of the parameters that are read are finite."""
-        return all(bool(p.grad.sum().isfinite()) for p in self._parameters if p.grad is not None)
+        return all(math.isfinite(p.grad.sum().item()) for p in self._parameters if p.grad is not None)
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,9 @@ from lightning_accel.core.layout import is_channels_last
 from lightning_accel.core.live_tensors import MOST, held_tensors
 from lightning_accel.core.report import EditError
 from lightning_accel.core.tree import map_tensors, storage_of, tensors_in
-from lightning_accel.lightning.autocast_precision import nested
-from lightning_accel.lightning.packages import Callback, LightningModule, callbacks_of, is_lightnings, own
+from lightning_accel.lightning.packages import callbacks_of
 from lightning_accel.lightning.run_engine import RunEngine
+from lightning_accel.lightning.user_hooks import HooksLayer
 from lightning_accel.step.layers import STEPS, Call, Layer
 from lightning_accel.techniques.layout_modes import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
@@ -80,11 +82,13 @@ class StepOutputs(Layer):
         self._shows_after = True  # whether what follows the backward pass is shown the user's layout
         self._was_laid_out = False  # whether we laid out any step in channels_last
         self._is_cut = False  # whether the latest search stopped at its limit
-        self._own: dict[int, Tensor] | None = None  # the user's tensors in such a form; kept, so that no id is reused
+        self._own: WeakValueDictionary[int, Tensor] | None = None  # the user's tensors in such a form
+        self._hooks: Counter[str] = Counter()  # the number of calls, by the name of a user's hook between steps
+        self._makers: set[str] = set()  # those of the hooks that have made tensors in such a form
 
-        # The user's hooks are shown weights in their own layout.
-        companions = [_HooksLayer(self._module, self._memory_format)] if self._memory_format is not None else []
-        stepping = [(self._module, ("optimizer_step",))] if companions else []
+        is_in_form = self._memory_format is not None or self._precision.chosen_dtype is not None
+        companions = [HooksLayer(self._module, self._memory_format, self._noting)] if is_in_form else []
+        stepping = [(self._module, ("optimizer_step",))] if self._memory_format is not None else []
         strategy = self._module.trainer.strategy
         super().__init__([(strategy, STEPS), (self._precision, ("backward",)), *stepping], companions)
 
@@ -161,19 +165,34 @@ class StepOutputs(Layer):
         self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._was_laid_out))
         return list(self._leaving)
 
-    def _find_own(self) -> None:
-        """Notes, before the first step, the user's own tensors in such forms. A 16-bit one rules out our precision."""
-        form = _Form(self._precision.chosen_dtype, is_laid_out=True)
-        found = [*self._left_behind(form)]
-        self._own = {id(tensor): tensor for _, tensor in found}
-        for way, tensor in found:
-            if form.technique(tensor) == "precision":
-                self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
+    def _find_own(self, earlier: Sequence[Tensor] = ()) -> None:
+        """Notes tensors in such forms as the user's own, but for earlier ones. A 16-bit one rules out our precision."""
+        self._own = WeakValueDictionary() if self._own is None else self._own
+        form, known = _Form(self._precision.chosen_dtype, is_laid_out=True), set(map(id, earlier))
+        for way, tensor in self._left_behind(form):
+            if id(tensor) not in known:
+                self._own[id(tensor)] = tensor
+                if form.technique(tensor) == "precision":
+                    self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
+
+    @contextmanager
+    def _noting(self, hook: str) -> Iterator[None]:
+        """Notes what a user's hook between steps makes in such a form: in its 1st, 2nd, 4th ... call, or if it did so."""
+        self._hooks[hook] += 1
+        if self._own is None or not (hook in self._makers or self._hooks[hook].bit_count() == 1):
+            yield
+            return
+        earlier = [tensor for _, tensor in self._left_behind(_Form(self._precision.chosen_dtype, is_laid_out=True))]
+        num_known = len(self._own)
+        yield
+        self._find_own(earlier)
+        if len(self._own) > num_known:
+            self._makers.add(hook)
 
     def _is_in_sight(self, form: _Form) -> bool:
         """Returns whether a module attribute, or the end of a list, is in a form: a cheap check for every step."""
         values = [part[-1] if type(part) is list and part else part for part in vars(self._module).values()]
-        own = self._own or {}
+        own = self._own or ()
         return any(form.technique(t) is not None and id(t) not in own for t in values if isinstance(t, Tensor))
 
     def _look(self, name: str, form: _Form, parameters: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -214,7 +233,7 @@ class StepOutputs(Layer):
         """Returns the tensors in a form that the user's objects hold since the run began, each with the path to it."""
         callbacks = callbacks_of(self._module.trainer)
         roots = [("self", self._module), *((type(callback).__name__, callback) for callback in callbacks)]
-        own = self._own or {}
+        own = self._own or ()
         found = []
         plain: set[tuple[Any, int]] = set()  # storages, each with the dimensions of a tensor there in the plain form
         self._is_cut = False
@@ -236,58 +255,3 @@ class StepOutputs(Layer):
 def _place_of(tensor: Tensor) -> tuple[Any, int]:
     storage = storage_of(tensor)
     return (id(tensor), 0) if storage is None else (storage, tensor.dim())
-
-
-class _HooksLayer(Layer):
-    """Shows the weights in the user's own layout to the user's hooks, of the module and of callbacks.
-
-    Callbacks are not edited, since one may store its attributes in checkpoints. Lightning calls their hooks within
-    actions of its profiler, whose names tell the callback and the hook.
-    """
-
-    name = "outputs"
-
-    def __init__(self, module: LightningModule, memory_format: MemoryFormat) -> None:
-        self._memory_format = memory_format
-        trainer: Any = module.trainer
-        callbacks = callbacks_of(trainer)
-        self._hooks = {f"[Callback]{one.state_key}.{hook}" for one in callbacks for hook in _hooks_of(one, Callback)}
-        profiler = [(trainer.profiler, ("profile",))] if self._hooks else []
-        kind, patched = type(trainer.profiler), vars(trainer.profiler).keys() & {"profile", "start", "stop"}
-        does_nothing = is_lightnings(kind) and kind.__name__ == "PassThroughProfiler" and not patched
-        self._nothing = nullcontext() if does_nothing else None  # in place of calls, of which a step has over twenty
-        # Callbacks give their states to a checkpoint outside of the profiler's actions.
-        super().__init__([(module, _hooks_of(module, LightningModule)), (trainer, ("save_checkpoint",)), *profiler])
-
-    @override
-    def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        with self._memory_format.shown():
-            return call(*args, **kwargs)
-
-    def around_profile(self, call: Call, action_name: str) -> AbstractContextManager[Any]:
-        action = self._nothing or call(action_name)
-        return nested(action, self._memory_format.shown()) if action_name in self._hooks else action
-
-
-_MORE_HOOKS = (
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-    "optimizer_zero_grad",
-)  # of a module, in addition to those named on_...
-
-
-def _hooks_of(owner: LightningModule | Callback, kind: Any) -> list[str]:
-    """Returns the names of the hooks that the user has written in the module or in a callback.
-
-    In these hooks the user's own code runs outside of steps. ``optimizer_step`` and similar hooks call a step.
-    """
-    if is_lightnings(type(owner)) or type(owner).__module__.startswith("lightning_accel."):
-        return []
-    base = own(owner, kind)
-    hooks = [name for name in dir(base) if name.startswith("on_") or name in _MORE_HOOKS]
-    return [name for name in hooks if _is_overridden(owner, base, name)]
-
-
-def _is_overridden(owner: LightningModule | Callback, base: Any, name: str) -> bool:
-    is_own = name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name, None)
-    return is_own and callable(getattr(owner, name))

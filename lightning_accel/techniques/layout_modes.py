@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_accel.core.layout import FORMAT_NAMES, is_channels_last
-from lightning_accel.core.random_streams import TORCHS, random_streams
+from lightning_accel.core.random_streams import same_state, torchs_streams
 from lightning_accel.core.torch_private.modes import without_function_modes
 from lightning_accel.core.torch_private.tensors import base_of, version_of
 from lightning_accel.core.tree import storage_of, tensors_in
@@ -67,7 +67,7 @@ class LayoutDraws:
         self.place = ""  # what drew numbers in the order of memory, and where; empty if nothing did
         self.kinds: set[str] = set()  # which functions have drawn for three dimensions or more, and where
         self._follows = WeakTensorKeyDictionary() if foresees else None
-        self._read = [read for name, (read, _) in random_streams(device).items() if name in TORCHS]
+        self._read = [read for read, _ in torchs_streams(device).values()]
         self._states = self._now()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class LayoutDraws:
     def have_moved(self) -> bool:
         """Whether a stream has moved since the last call."""
         before, self._states = self._states, self._now()
-        return any(not torch.equal(old, new) for old, new in zip(before, self._states, strict=True))
+        return not all(map(same_state, self._states, before))
 
     def _now(self) -> list[Tensor]:
         return [read() for read in self._read]

@@ -111,10 +111,12 @@ class StepsTogether(StandInSteps):
         self._run = run
         self._impl = impls[0]
         self._reasons: dict[str, None] = {}  # that were told, in their order
+        self._form: Any = None  # in which all groups were found ready; None if not all were
 
     @override
     def switch(self, variant: str) -> None:
         self.undo()
+        self._form = None
         self._impl = next((impl for impl in get_args(StepImpl) if impl == variant), self._impl)
         super().switch(variant)
 
@@ -127,8 +129,15 @@ class StepsTogether(StandInSteps):
 
     @override
     def _groups(self, optimizer: Optimizer) -> Iterator[Group]:
+        form = stepping.form_of(optimizer)
+        is_known = form is not None and form == self._form
+        self._form = form
         for group in optimizer.param_groups:
-            reason = stepping.make_ready(self._kind, group, optimizer.state, self._impl)
+            if is_known:
+                reason = stepping.why_never(self._kind, group, self._impl)
+            else:
+                reason = stepping.make_ready(self._kind, group, optimizer.state, self._impl)
+                self._form = self._form if reason is None else None
             if reason is not None and reason not in self._reasons and stepping.own_choice(group) is None:
                 self._tell(reason)
             yield {**group, self._impl: True} if reason is None else group

@@ -1,9 +1,10 @@
 """The order of live trials: comparisons, one after the other, decide which arms a run has.
 
 First the whole plan is compared with the plain run. Then every arm is: the run with it against the run without it. If
-the whole plan has lost, those that can lose little come first. Arms that need a setup come last. Arms that win stay;
-arms that do not are removed, even if they cost nothing. If nothing is left, and the machine was busy when the plan was
-too dear to try on, the plan is asked about again. Then the audit compares the remaining arms with the plain run again.
+the whole plan has lost, those that can lose little come first. Arms that need a setup come last. Arms that win stay, and
+so do those of a winning plan that seem to gain; the others are removed, even if they cost nothing. If nothing is left,
+and the machine was busy when the plan was too dear to try on, the plan is asked about again. Then the audit compares the
+remaining arms with the plain run again.
 If they are not certainly faster, arms are removed one by one, in the end all of them. During the rest of the run, an
 occasional pair of turns, and a new audit if the plan's steps have become slower, keep the promise that the run is never
 slower than plain.
@@ -19,7 +20,7 @@ import torch
 
 from lightning_accel.core.purse import Purse
 from lightning_accel.experiment.pair_schedule import Schedule
-from lightning_accel.experiment.pair_test import PairTest, price_of_memory
+from lightning_accel.experiment.pair_test import TRIVIAL, PairTest, price_of_memory
 from lightning_accel.experiment.screening import DRIFT, LATEST, LatestTimes, screen
 from lightning_accel.techniques.arms import OFF, Arm
 from lightning_accel.tuning.comparison import ArmComparison, Choices, Result
@@ -181,7 +182,10 @@ class Questions:
                 self._hold(without)
             return
         result = yield from self._ask(_question(arm, choice), original, with_it, alpha)
-        self._hold(with_it if result.is_won else original)
+        # What a proven plan has, it keeps if the better guess is that it gains.
+        seems_to_gain = result.verdict == "cannot tell" and math.log(result.interval.ratio) > TRIVIAL
+        stays = seems_to_gain and with_it == held and self.tuning.is_proven
+        self._hold(with_it if result.is_won or stays else original)
 
     def _is_worth_asking(self, arm: Arm, gain_ms: float, original: Choices, candidate: Choices) -> bool:
         # An audit may follow, which takes at least as long.

@@ -327,3 +327,46 @@ def test_gradients_are_zeroed_and_callbacks_give_their_state_in_the_users_own_la
     assert plugin.report.of("memory_format").is_on
     assert len(model.norms) == 4
     assert len([*tmp_path.iterdir()]) >= 3
+
+
+class MakesItsOwn(Net):
+    """Has a hook between steps make a sum in 16 bits, a view of it, and a matrix by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("inverse", torch.empty(0))
+        self.forms: list[Any] = []
+
+    def make(self) -> None:
+        self.total = torch.zeros(4, dtype=torch.bfloat16)
+        self.first = self.total[0]
+        self.inverse = torch.linalg.inv(torch.eye(8).expand(2, 8, 8))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.total += 1.0
+        self.forms.append((self.total.dtype, float(self.first), self.inverse.stride()))
+        return super().validation_step(batch, batch_idx)
+
+
+class ByModule(MakesItsOwn):
+    def on_validation_epoch_start(self) -> None:
+        self.make()
+
+
+class ByCallback(MakesItsOwn):
+    class Makes(Callback):
+        def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+            pl_module.make()
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.Makes()]
+
+
+@pytest.mark.parametrize("kind", [ByModule, ByCallback])
+@pytest.mark.parametrize("precision", ["auto", "32-true"])
+def test_what_a_hook_makes_between_steps_is_the_users_own(kind: type[MakesItsOwn], precision: str) -> None:
+    plain = run(kind, None, num_sanity_val_steps=0)
+    model = run(kind, AccelPlugin(precision=precision, report=False, trust="checked"), num_sanity_val_steps=0)
+    assert model.forms == plain.forms
+    assert model.state_dict()["total"].dtype == torch.bfloat16

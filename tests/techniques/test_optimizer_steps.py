@@ -28,7 +28,9 @@ from torch.optim import (
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_accel import AccelWarning
+from lightning_accel.core import stepping
 from lightning_accel.core.optimizers import living_optimizers
+from lightning_accel.core.stepping import make_ready
 from lightning_accel.techniques.arms import OFF
 from support.optimizer_loops import Loop, MakeOptimizer, alone, assert_same_training, network, operations, plain_and
 
@@ -381,3 +383,23 @@ def test_a_compiled_step_is_the_compilers_to_fuse_and_compiled_once() -> None:
     assert (counts[0].frame_count, counts[0].op_count) == (counts[1].frame_count, counts[1].op_count)
     assert_same_training(loop, plain)
     torch._dynamo.reset()
+
+
+def test_what_equals_the_step_before_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+
+    def counted(*args: Any) -> str | None:
+        looks.append(args)
+        return make_ready(*args)
+
+    monkeypatch.setattr(stepping, "make_ready", counted)
+    _, loop = plain_and("fused", AdamW)
+    loop.run(range(3))  # states come with the first step
+    looks.clear()
+    for group in loop.optimizer.param_groups:
+        group["lr"] *= 0.5
+    loop.run(range(3, 6))
+    assert not looks
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+    loop.run(range(6, 7))
+    assert looks

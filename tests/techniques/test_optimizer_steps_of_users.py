@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -184,6 +185,29 @@ def test_a_layout_that_comes_and_goes_in_mid_run_is_fused_and_right() -> None:
         theirs.step()
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-4, atol=1e-5)
     handle.undo()
+
+
+def transposed_gradient(loop: Loop) -> None:
+    weight = next(loop.model.parameters())
+    assert weight.grad is not None
+    weight.grad = weight.grad.t().contiguous().t()
+
+
+def transposed_state(loop: Loop) -> None:
+    state = loop.optimizer.state[next(loop.model.parameters())]
+    state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [transposed_gradient, transposed_state])
+def test_a_layout_that_changes_after_many_equal_steps_is_seen(change: Callable[[Loop], None]) -> None:
+    plain, loop = plain_and("fused", AdamW)
+    for each in (plain, loop):
+        each.run(range(4))
+        each.gradients(4)
+        change(each)
+        each.optimizer.step()
+    assert_same_training(loop, plain)
+    assert "do not lie alike in memory" in told(loop)
 
 
 def test_a_gradient_scaler_unscales_before_a_fused_step_and_skips_it_after_an_overflow() -> None:

@@ -40,6 +40,17 @@ def test_a_gain_is_found_in_a_plan_that_loses_as_a_whole() -> None:
     assert tuning.choices == {"fast": "on"}
 
 
+@pytest.mark.parametrize("seed", [2, 4, 6])
+def test_an_arm_that_seems_to_gain_stays_in_a_plan_that_has_won_and_in_no_other(seed: int) -> None:
+    arms = {"copies": 1.04}
+    won = SimulatedRun({"attention": 1.3} | arms, turns=300, noise=0.06, seed=seed).run()
+    assert won.results["copies"].verdict == "cannot tell"
+    assert won.choices == {"attention": "on", "copies": "on"}
+    lost = SimulatedRun({"slow": 0.7} | arms, turns=300, noise=0.06, seed=seed).run()
+    assert lost.results["copies"].verdict == "cannot tell"
+    assert not lost.choices
+
+
 def test_a_run_with_nothing_that_could_gain_enough_says_so() -> None:
     counted = iter([None, None, 0.0])  # in its first turns nothing is known
     run = SimulatedRun({"copies": 1.01}, asked_alone=True, starts_off=True, gain_ms=lambda: next(counted))

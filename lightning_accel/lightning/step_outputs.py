@@ -177,7 +177,7 @@ class StepOutputs(Layer):
 
     @contextmanager
     def _noting(self, hook: str) -> Iterator[None]:
-        """Notes what a user's hook between steps makes in such a form: in its 1st, 2nd, 4th ... call, or if it did so."""
+        """Notes what a user's hook makes in such a form: in its 1st, 2nd, 4th ... call, and in all once it has."""
         self._hooks[hook] += 1
         if self._own is None or not (hook in self._makers or self._hooks[hook].bit_count() == 1):
             yield

@@ -5,8 +5,8 @@ the whole plan has lost, those that can lose little come first. Arms that need a
 Those of a plan that has won stay, too, if they seem to gain. The others are removed, even if they cost nothing. If
 nothing is left, and the machine was busy when the plan was too dear to try on, the plan is asked about again. Then the
 audit compares the remaining arms with the plain run again. If they are not certainly faster, arms are removed one by
-one, in the end all of them. During the rest of the run, an occasional pair of turns, and a new audit if the plan's steps
-have become slower, keep the promise that the run is never slower than plain.
+one, in the end all of them. During the rest of the run, an occasional pair of turns, and a new audit if steps have
+become slower, keep the promise that the run is never slower than plain.
 """
 
 from __future__ import annotations

@@ -21,12 +21,7 @@ from lightning_accel.evidence.phase_names import BACKWARD, COMMUNICATION, FORWAR
 from lightning_accel.lightning.packages import Trainer
 from lightning_accel.step.layers import Call, Layer
 
-PARTS = {
-    "batch_to_device": TRANSFER,
-    "training_step": FORWARD,
-    "backward": BACKWARD,
-    "optimizer_step": OPTIMIZER,
-}
+PARTS = {"batch_to_device": TRANSFER, "training_step": FORWARD, "backward": BACKWARD, "optimizer_step": OPTIMIZER}
 """The methods of a strategy that Lightning's loop and manual optimization call alike, and the phase of each."""
 
 _OF_LOGGERS = dict.fromkeys(("log_metrics", "save"), LOGGING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -37,6 +37,15 @@ def find_blocks(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, nn.Mo
             )
         found.update(matches)
     return _outermost(found)
+
+
+def called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields children by name. Of module lists and dicts, which are never called, yields their contents."""
+    for name, child in module.named_children():
+        if isinstance(child, _LISTS):
+            yield from called_children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:

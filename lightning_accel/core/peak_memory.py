@@ -38,8 +38,6 @@ class PeakMemory:
 
     def restart(self) -> None:
         """Begins a new window if the system can."""
-        if self._reset is None:
-            return
         self.reset_counter()
         self._before = 0
 

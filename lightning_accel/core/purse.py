@@ -34,6 +34,8 @@ class Purse:
         steps: The approximate number of steps in the whole run; infinite if it has no end.
         done: How many of them are over.
         steps_a_turn: The number of steps from one optimizer step to the next.
+        step_s: The seconds of a plain step, as the user wrote it; None until one is over. Of only a few steps the
+            fastest counts: slow first steps must not raise the budget.
         spent_s: Purpose → seconds spent.
         earned_s: Seconds that faster steps have saved compared with plain ones. They may be spent again.
         saved_share: The share of a plain step that the steps now in force save, as they were measured.
@@ -49,16 +51,8 @@ class Purse:
         self.owed_s: dict[str, float] = {}
         self._clock = clock
         self._plain_s: list[float] = []
-        self._step_s: float | None = None
+        self.step_s: float | None = None
         self._payer: list[float] = []  # for each open payment, the seconds paid inside it
-
-    @property
-    def step_s(self) -> float | None:
-        """The seconds of a plain step, as the user wrote it; None until one is over.
-
-        Of only a few steps the fastest counts: slow first steps must not raise the budget.
-        """
-        return self._step_s
 
     @property
     def turn_s(self) -> float | None:
@@ -101,14 +95,10 @@ class Purse:
         self._plain_s.append(seconds)
         del self._plain_s[:-_LOOKED_AT]
         is_sure = len(self._plain_s) == _LOOKED_AT
-        self._step_s = statistics.median(self._plain_s) if is_sure else min(self._plain_s)
+        self.step_s = statistics.median(self._plain_s) if is_sure else min(self._plain_s)
 
     def pay(self, what: str, seconds: float) -> None:
         self.spent_s[what] += seconds
-
-    def earn(self, seconds: float) -> None:
-        """Adds the seconds that faster steps have saved. Spending them makes no run slower than a plain one."""
-        self.earned_s += seconds
 
     @contextmanager
     def paying(self, what: str) -> Iterator[None]:

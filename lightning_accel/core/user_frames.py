@@ -62,7 +62,7 @@ def is_event(error: BaseException) -> bool:
     if not {*map(_code_of, handlers)}.isdisjoint(frame.f_code for frame in frames):
         return True
     # Whether the user's code or this package has called what failed, a function of a library's, say.
-    callers = (_is_users_frame(frame) for frame in reversed(frames) if _is_users_frame(frame) or _is_ours(frame))
+    callers = (_is_users_frame(frame) for frame in reversed(frames) if _is_users_frame(frame) or is_ours(frame))
     return isinstance(error, OSError) and next(callers, False)
 
 
@@ -71,7 +71,8 @@ def _is_users_frame(frame: FrameType) -> bool:
     return is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__"
 
 
-def _is_ours(frame: FrameType) -> bool:
+def is_ours(frame: FrameType) -> bool:
+    """Returns whether a frame runs this package's code."""
     return str(frame.f_globals.get("__name__")).startswith("lightning_accel.")
 
 

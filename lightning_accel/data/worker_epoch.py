@@ -8,8 +8,8 @@ import multiprocessing
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,7 +18,11 @@ from torch.utils.data import DataLoader
 from lightning_accel.core.hidden_warnings import hidden_warnings
 from lightning_accel.data.worker_schedule import LoaderWorkers
 
+_ENDING_S = 30.0  # for all workers; torch gives each of them 5
 _PATIENCE_S = 120.0  # for a batch: a worker that was forked while somebody held a lock never answers
+
+# Without a DataLoader's warning of more workers than cores: what waits for a disk computes nothing.
+_not_counting_cores = partial(hidden_warnings, "This DataLoader will create")
 
 
 class LoadingProcesses:
@@ -75,8 +79,11 @@ class LoadingProcesses:
         except Exception as error:
             self._kept = None
             rest = self._rebuilt(itertools.chain(tuple(under_way), indices), LoaderWorkers(), _own_stream())
-            # The error of a worker is in a cycle with the frames that raised it, and these have the workers.
-            traceback.clear_frames(error.__traceback__)
+            # The error of a worker is in a cycle with the frames that raised it, and these have the workers. To end
+            # them may wait for ever: torch's handler of a worker's death raises at any line, that of a lock, too.
+            ending = Thread(target=traceback.clear_frames, args=(error.__traceback__,), daemon=True)
+            ending.start()
+            ending.join(_ENDING_S)
             failed(error)
         finally:  # before the last batch is handed out
             source = None
@@ -150,13 +157,6 @@ def start_method() -> str:
     default = multiprocessing.get_all_start_methods()[0]
     method = multiprocessing.get_start_method(allow_none=True) or default
     return "fork" if method == default == "forkserver" else method
-
-
-@contextmanager
-def _not_counting_cores() -> Iterator[None]:
-    """Without a DataLoader's warning of more workers than cores: what waits for a disk computes nothing."""
-    with hidden_warnings("This DataLoader will create"):
-        yield
 
 
 def _remembered(indices: Iterator[Any], under_way: deque[Any]) -> Generator[Any, None, None]:

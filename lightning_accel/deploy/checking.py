@@ -20,15 +20,7 @@ from lightning_accel.deploy.forms import ExportForm
 from lightning_accel.deploy.half import HalfPrecision
 from lightning_accel.deploy.inputs import Arguments, shapes_in
 from lightning_accel.deploy.losses import is_finite
-from lightning_accel.deploy.shapes import (
-    Dimension,
-    Dynamic,
-    Name,
-    dimensions_of,
-    other_numbers,
-    other_sizes,
-    sizes_of,
-)
+from lightning_accel.deploy.shapes import Dimension, Dynamic, Name, dimensions_of, other_numbers, other_sizes, sizes_of
 
 Call = Callable[..., Any]
 
@@ -93,8 +85,8 @@ class Check:
         for name, size in sizes_of(self.arguments, open_ones).items():
             alike = [one for one in open_ones if one.name == name]
             tried = other_sizes(self.arguments, open_ones, name)
-            possible = {other: one for other, one in tried.items() if _outputs(self.original, one) is not None}
-            takes_all = all(_outputs(call, one) is not None for one in possible.values())
+            possible = {other: one for other, one in tried.items() if attempt(self.original, one) is not None}
+            takes_all = all(attempt(call, one) is not None for one in possible.values())
             if not self.form.has_graph and not (possible and takes_all):
                 fixed |= dict.fromkeys(alike, size)
                 continue
@@ -107,7 +99,7 @@ class Check:
         failure, off = self._differs(call, calls)
         advice = self._about_sizes(call, taken) if failure and not self.form.has_graph else ""
         others = other_numbers(self.arguments)
-        if not failure and (outputs := _outputs(self.original, others)) is not None and is_finite(outputs):
+        if not failure and (outputs := attempt(self.original, others)) is not None and is_finite(outputs):
             failure, more = self._differs(call, [others])
             failure, off = failure and f"{failure} with other numbers than the example's", max(off, more)
         if failure:
@@ -139,11 +131,11 @@ class Check:
 
     def _why(self, call: Call, calls: list[Arguments], folder: Path) -> str:
         """Returns where, or why, a form's numbers are wrong."""
-        first, second = (_outputs(self.original, self.arguments) or [] for _ in range(2))
+        first, second = (attempt(self.original, self.arguments) or [] for _ in range(2))
         pairs = zip(first, second, strict=False)
         if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
             return " The model draws random numbers: two calls of its own differ, and the file draws others."
-        for index, (one, other) in enumerate(zip(first, _outputs(call, self.arguments) or [], strict=False)):
+        for index, (one, other) in enumerate(zip(first, attempt(call, self.arguments) or [], strict=False)):
             if one.dtype != other.dtype:
                 return f" Output {index} is {other.dtype} in the file and {one.dtype} in the model."
         if any(one.dtype == torch.float64 for one in first) and self.form.name != "pt2":
@@ -175,7 +167,7 @@ def _fixed(captured: Captured) -> dict[Dimension, int]:
     return {one: int(size) for one, size in sizes.items() if size.isdigit()}
 
 
-def _outputs(call: Call, arguments: Arguments) -> list[Tensor] | None:
+def attempt(call: Call, arguments: Arguments) -> list[Tensor] | None:
     """Returns the output tensors of a call; None if it fails, such as for a sequence beyond a position table."""
     args, kwargs = arguments
     try:

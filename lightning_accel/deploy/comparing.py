@@ -22,6 +22,7 @@ from lightning_accel.core.report import one_line
 from lightning_accel.deploy import accuracy, form_latency
 from lightning_accel.deploy.accuracy import Judged
 from lightning_accel.deploy.candidates import Candidate, make
+from lightning_accel.deploy.checking import attempt
 from lightning_accel.deploy.combinations import EAGER, split
 from lightning_accel.deploy.errors import ExportError, MissingPackageError, QuantizeError
 from lightning_accel.deploy.inputs import Arguments, arguments_of, inputs_and_targets, on_device, shapes_in
@@ -156,6 +157,7 @@ def _not_taken(model: nn.Module, arguments: Arguments, error: Exception) -> Exce
     )
 
 
+@torch.no_grad()
 def _timed(
     candidates: Mapping[str, Candidate], first: Arguments, batch_sizes: Sequence[int], seconds: float, device: Any
 ) -> tuple[int, dict[str, list[float]], dict[str, dict[int, float]]]:
@@ -167,26 +169,17 @@ def _timed(
     per_second: dict[str, dict[int, float]] = {name: {} for name in candidates}
     spent: dict[str, list[float]] = {}
     own = sizes_of(first, batched).get("batch")
-    is_free = bool(own) and _takes(candidates[EAGER].call, resized(first, batched, {"batch": 1}))
+    is_free = bool(own) and attempt(candidates[EAGER].call, resized(first, batched, {"batch": 1})) is not None
     sizes = [*dict.fromkeys((1, *batch_sizes))] if is_free else [own or 1]
     for size in sizes:
         arguments = resized(first, batched, {"batch": size}) if is_free else first
-        able = {name: one.call for name, one in candidates.items() if _takes(one.call, arguments)}
+        able = {name: one.call for name, one in candidates.items() if attempt(one.call, arguments) is not None}
         found = form_latency.timed(able, arguments, seconds * len(able), device)
         for name, times in found.items():
             if size in batch_sizes or not is_free:
                 per_second[name][size] = size / statistics.median(times)
         spent = spent or found
     return sizes[0], spent, per_second
-
-
-def _takes(call: Any, arguments: Arguments) -> bool:
-    try:
-        with torch.no_grad():
-            call(*arguments[0], **arguments[1])
-    except Exception:  # its model or file has a fixed size
-        return False
-    return True
 
 
 def _recommended(forms: Mapping[str, Measured], max_drop: float, size: int = 1) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_accel.core.blocks import called_children
 from lightning_accel.core.clocks import Deadline
 from lightning_accel.core.tree import map_tensors
 from lightning_accel.deploy.inputs import Arguments
@@ -38,7 +39,7 @@ def _children_off(
         seen.setdefault(name, []).append(map_tensors(lambda t: t.detach().clone(), (args, kwargs)))
 
     with ExitStack() as hooks:
-        for name, child in _called(module, f"{parent}.".lstrip(".")):
+        for name, child in called_children(module, f"{parent}.".lstrip(".")):
             hooks.enter_context(child.register_forward_pre_hook(partial(note, name), with_kwargs=True))
         for args, kwargs in calls:
             module(*args, **kwargs)
@@ -51,12 +52,3 @@ def _children_off(
             continue
         if found:
             yield name, inner
-
-
-def _called(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields children by name. Of module lists and dicts, which are never called, yields their contents."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child

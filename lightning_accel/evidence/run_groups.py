@@ -25,12 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_accel.evidence.compare import (
-    NotComparableError,
-    RunComparison,
-    compare_runs,
-    interval_to_dict,
-)
+from lightning_accel.evidence.compare import NotComparableError, RunComparison, compare_runs, interval_to_dict
 from lightning_accel.evidence.record import Record
 from lightning_accel.evidence.speed import know_samples, late, per_second
 from lightning_accel.experiment.pair_test import RatioInterval

@@ -23,27 +23,13 @@ from lightning_accel.techniques.registry import declarations
 
 
 class RunEngine(Engine):
-    """An engine that has not begun, with the results of earlier runs and the agreement between ranks.
+    """An engine that has not begun, with the results of earlier runs and the agreement between ranks."""
 
-    Attributes:
-        program: The module, its plan, and the results of earlier runs.
-        precision: The precision of the steps.
-        purse: What the run may pay for trials; None if there is no limit.
-        module: The program's module.
-        plan: The program's plan.
-        kept: The results of earlier runs, and those that this run leaves.
-        context: The data that its techniques share.
-        is_fitting: Whether the run is a fit.
-        is_sharded: Whether the parameters are sharded over processes.
-        live: The live trials; None if there are none.
-        can_repeat_step: Tells whether the current step can be repeated if an edit raises an error in it.
-    """
-
-    live: TrainerTurns | None = None
+    live: TrainerTurns | None = None  # the live trials; None if there are none
 
     def __init__(self, program: Program, precision: Autocast, purse: Purse | None) -> None:
         self.program, self.precision, self.purse = program, precision, purse
-        self.can_repeat_step: Callable[[], bool] = lambda: False
+        self.can_repeat_step: Callable[[], bool] = lambda: False  # if an edit raises an error in the current step
         self.module, self.plan, self.kept = module, plan, kept = program.module, program.plan, program.kept
         trainer, host = module.trainer, program.host
         self.context = build_context(plan, module, host, device=trainer.strategy.root_device)

@@ -11,7 +11,7 @@ from lightning_accel.core.report import Report
 from lightning_accel.lightning.batch_transfer import takes_loader
 from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.packages import ParallelStrategy, Strategy, Trainer, TrainerFn
-from lightning_accel.memory.oom_report import has_limit_of_its_own
+from lightning_accel.memory.oom_report import own_limits
 from lightning_accel.settings import Plan
 from lightning_accel.techniques.registry import declarations
 
@@ -84,4 +84,4 @@ def own_format(module: nn.Module) -> str:
 
 def may_lack_memory(device: torch.device) -> bool:
     """Returns whether a lack of memory is an error here. On a CPU without its own limit, the kernel acts instead."""
-    return device.type != "cpu" or has_limit_of_its_own()
+    return device.type != "cpu" or bool(own_limits())

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_accel.core.kept_state import Names, can_be_restored
 from lightning_accel.core.random_streams import OTHERS, same_state
 from lightning_accel.core.state_snapshot import Level, StatePlaces, StateSnapshot
-from lightning_accel.core.torch_private.tensors import version_of, versions_of
+from lightning_accel.core.torch_private.tensors import version_of
 from lightning_accel.core.torch_private.training import num_exchanges
 from lightning_accel.core.tree import leaves, tensors_in
 from lightning_accel.lightning.packages import LightningModule, Trainer
@@ -98,7 +98,7 @@ class Attempt:
 
     def _versions(self) -> list[Any]:
         """Returns values that differ after a write to a parameter or, with manual optimization, a new gradient."""
-        versions: list[Any] = versions_of(self._parameters)
+        versions: list[Any] = list(map(version_of, self._parameters))
         if not self._is_automatic:
             gradients = [parameter.grad for parameter in self._parameters]
             versions += [None if grad is None else (id(grad), version_of(grad)) for grad in gradients]

@@ -101,15 +101,11 @@ def limit_bytes(device: torch.device) -> int:
     whole = device_memory_bytes(device)
     if device.type == "cuda":
         return int(torch.cuda.get_per_process_memory_fraction(device) * whole)
-    return min([whole, *_own_limits()])
+    return min([whole, *own_limits()])
 
 
-def has_limit_of_its_own() -> bool:
-    """Returns whether ``ulimit -v`` or ``-d`` limits the memory of this process."""
-    return bool(_own_limits())
-
-
-def _own_limits() -> list[int]:
+def own_limits() -> list[int]:
+    """Returns the limits that ``ulimit -v`` and ``-d`` set to the memory of this process, in bytes."""
     if sys.platform == "win32":
         return []
     import resource

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accel.core.peak_memory import PeakMemory
 from lightning_accel.core.step_timeline import Driver, StepTimeline, StepTimes
-from lightning_accel.memory.oom_report import has_limit_of_its_own, limit_bytes
+from lightning_accel.memory.oom_report import limit_bytes, own_limits
 
 _TIGHT = 0.7
 """A peak above this share of the memory is too close to the limit for a step without a safety net."""
@@ -30,7 +30,7 @@ class Pressure:
         self._device = device
         self._steps = 0
         self._largest = 0
-        self._is_tight = device.type not in ("cpu", "cuda") or (device.type == "cpu" and has_limit_of_its_own())
+        self._is_tight = device.type not in ("cpu", "cuda") or (device.type == "cpu" and bool(own_limits()))
 
     def may_run_out(self, given: Any) -> bool:
         """Returns whether the next step, with this input, may need more memory than there is."""

@@ -43,23 +43,19 @@ class Layer(Patch):
     A class has a method ``around_<method>(call, *args, **kwargs)`` for each Lightning method that it treats specially,
     without the leading underscore that some of Lightning's names have. All others pass :meth:`around`.
 
-    Attributes:
-        name: The place in :data:`ORDER`.
-        is_enabled: Whether the layer is called.
-
     Args:
         targets: Pairs of an object and the names of its methods.
         companions: Other patches, applied while the layer is enabled.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # its place in ORDER
 
     def __init__(self, targets: Iterable[tuple[Any, Collection[str]]], companions: Iterable[Patch] = ()) -> None:
         self._targets = [(owner, method) for owner, methods in targets for method in methods]
         methods = ", ".join(f"{type(owner).__name__}.{method}" for owner, method in self._targets)
         super().__init__(f"{self.name} around {methods}", "a layer of the step")
         self.companions = PatchSet(companions)
-        self.is_enabled = True
+        self.is_enabled = True  # whether the layer is called
         self.chains: list[_Chain] = []
 
     def around(self, stage: str, call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_accel.core.blocks import find_blocks
+from lightning_accel.core.blocks import called_children, find_blocks
 from lightning_accel.core.device import CONVOLUTIONS
 from lightning_accel.core.torch_private.autograd import has_gradient_hooks
 from lightning_accel.strategies.materialize import materialize, own_tensors
@@ -158,13 +158,9 @@ def _separable(module: nn.Module, blocks: dict[str, nn.Module]) -> tuple[dict[st
     return found, left
 
 
-def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields the outermost modules that have parameters and are called themselves."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child, f"{prefix}{name}.")
-        elif any(True for _ in child.parameters()):
-            yield f"{prefix}{name}", child
+def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the outermost modules that have parameters and are called themselves."""
+    return [(name, child) for name, child in called_children(module) if any(True for _ in child.parameters())]
 
 
 def _take_from_rank_0(modules: Sequence[nn.Module], device: torch.device, mesh: DeviceMesh) -> None:

@@ -80,11 +80,7 @@ class Compilation(Technique):
     )
 
     def __init__(
-        self,
-        setting: CompileSetting,
-        *,
-        prepare: Prepare = lambda graph: None,
-        eager: Mapping[str, str] | None = None,
+        self, setting: CompileSetting, *, prepare: Prepare = lambda graph: None, eager: Mapping[str, str] | None = None
     ) -> None:
         self._prepare, self._eager = prepare, {} if eager is None else eager
         self._mode = "default" if setting in ("on", "auto") else str(setting)
@@ -303,9 +299,7 @@ class CompilationOnTrial(Compilation):
         self._capture = capture
         self._setup = setup = CompileSetup(self)
         self.run.live = Live(
-            settle_of={GRAPHS: SETTLE},
-            has=lambda variant: variant != GRAPHS or setup.has_graphs,
-            setup=setup,
+            settle_of={GRAPHS: SETTLE}, has=lambda variant: variant != GRAPHS or setup.has_graphs, setup=setup
         )
 
     @override

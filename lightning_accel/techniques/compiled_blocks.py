@@ -42,9 +42,8 @@ class CompilePatch(Patch):
     def __init__(self, site: str, block: nn.Module, mode: str, prepare: Prepare, *, kind_of: KindOf) -> None:
         super().__init__(site, "call → compiled" + (f" ({mode})" if mode != "default" else ""))
         self.block = block
-        self.kind: CompiledKind | None = (
-            None  # what it shares with blocks that are like it; None until it is called, or tried
-        )
+        # What it shares with blocks that are like it; None until it is called, or tried.
+        self.kind: CompiledKind | None = None
         self.is_wanted = True  # whether it runs compiled while the patch is applied
         self.may_share = mode in _SHARED_MODES
         self._prepare, self._kind_of = prepare, kind_of

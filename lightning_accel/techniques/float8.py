@@ -139,7 +139,7 @@ def bounds(config: Any) -> tuple[float, float]:
 class Float8(Technique):
     """Linear layers in 8-bit floating point, each where that is faster and no further off than its formats explain.
 
-    They are timed compiled where blocks will be (``is_compiled``).
+    They are timed compiled where blocks will be.
     """
 
     traits = Traits(
@@ -148,11 +148,9 @@ class Float8(Technique):
         lacks=lambda host: why_missing(MODULE),
     )
 
-    def __init__(
-        self, recipe: str, context: BuildContext | None = None, *, is_compiled: bool = False, emulate: bool = False
-    ) -> None:
+    def __init__(self, recipe: str, context: BuildContext | None = None, *, emulate: bool = False) -> None:
         self._recipe, self._emulate = recipe, emulate
-        self._is_compiled = is_compiled or (context is not None and context.settings["compile"] != "off")
+        self._is_compiled = context is not None and context.settings["compile"] != "off"
         words = "each linear layer is tried on the first batch, where torchao is installed"
         self.run.forecast = Forecast(True, "tried", words)
         self._speeds: dict[Any, Verdict] = {}  # of layers and inputs of one size, which are timed once

@@ -25,15 +25,11 @@ class CountingGradScaler(GradScaler):
     - If no :meth:`update` follows an optimizer's step, the next :meth:`scale` updates the scale first.
     - If the scale changes, the gradients that are still scaled by the old one are scaled by the new one.
     - Skipped steps are counted on the device, without a synchronisation.
-
-    Args:
-        device: The type of the device that computes.
-        **options: As torch's has them.
     """
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
         super().__init__(device, **options)
-        self.device = device
+        self.device = device  # the type of the one that computes
         self._optimizers: set[weakref.ref[Optimizer]] = set()
         self._skipped: Tensor | None = None
 

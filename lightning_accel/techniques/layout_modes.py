@@ -23,7 +23,7 @@ from lightning_accel.core.random_streams import same_state, torchs_streams
 from lightning_accel.core.torch_private.modes import without_function_modes
 from lightning_accel.core.torch_private.tensors import base_of, version_of
 from lightning_accel.core.tree import storage_of, tensors_in
-from lightning_accel.core.user_frames import users_line
+from lightning_accel.core.user_frames import is_ours, users_line
 
 # These draw a number for each channel, or into memory of their own, whatever their input's strides are.
 _WITHOUT_ORDER = frozenset(
@@ -193,7 +193,7 @@ class LayoutRescue(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.as_strided and not args:  # the only one that takes its tensor by name: input=, x= or a=
             args = tuple(kwargs.pop(name) for name, value in [*kwargs.items()] if isinstance(value, Tensor))
-        if func in _COPYING and args and not _is_ours(sys._getframe(1)):
+        if func in _COPYING and args and not is_ours(sys._getframe(1)):
             return self._own_or_copied(func, args, kwargs)
         if func not in (*_VIEWS, *_STRIDED, *_QUESTIONS, *_MEMORY) or not _is_laid_out(args[0]):
             return self._draws.call(func, args, kwargs)
@@ -203,7 +203,7 @@ class LayoutRescue(TorchFunctionMode):
             except RuntimeError:
                 self._note(func, "lays out otherwise; .reshape() or .flatten() there would allow it")
         elif func in _STRIDED:
-            if _is_ours(sys._getframe(1)):  # the memory of a saved tensor, in the order that it has, to be packed
+            if is_ours(sys._getframe(1)):  # the memory of a saved tensor, in the order that it has, to be packed
                 return func(*args, **kwargs)
             self._note(func, "lays out otherwise; .reshape() or .flatten() there would allow it")
         elif _is_users(sys._getframe(1)):
@@ -248,12 +248,4 @@ def _is_laid_out(tensor: Any) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     # Torch's own code asks too, and knows what to do with the answer.
-    return not _is_ours(frame) and not _module_of(frame).startswith("torch.")
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return _module_of(frame).startswith("lightning_accel.")
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return not (is_ours(frame) or str(frame.f_globals.get("__name__")).startswith("torch."))

@@ -74,15 +74,10 @@ class Autocast:
         device: The type of the device that computes.
         is_chosen: Whether this library chose the precision. A step may then run in float32 after all; a precision that
             the user asked for by name is never left.
-
-    Attributes:
-        precision: The precision in force.
-        device: The type of the device that computes.
-        scaler: The gradient scaler with ``"16-mixed"``, else None.
     """
 
-    precision: Any  # a ResolvedPrecision; Lightning's Precision declares more
-    scaler: CountingGradScaler | None = None
+    precision: Any  # the one in force, a ResolvedPrecision; Lightning's Precision declares more
+    scaler: CountingGradScaler | None = None  # with "16-mixed"
 
     def __init__(self, precision: ResolvedPrecision, device: str, *, is_chosen: bool) -> None:
         self.device = device

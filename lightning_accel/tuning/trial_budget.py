@@ -66,7 +66,7 @@ class TrialBudget:
         if turns > 0:
             self.purse.pay("slower ways on trial", turns * self.purse.turn_s)
         else:
-            self.purse.earn(-turns * self.purse.turn_s)
+            self.purse.earned_s -= turns * self.purse.turn_s
 
 
 class Setups:

@@ -66,7 +66,7 @@ def test_a_step_of_which_payments_have_left_no_time_tells_nothing() -> None:
 
 def test_what_faster_steps_have_saved_may_be_spent_again() -> None:
     purse = purse_of(100)
-    purse.earn(3.0)
+    purse.earned_s += 3.0
     assert purse.can_pay(5.0)
     assert purse.spent_s == {}
 

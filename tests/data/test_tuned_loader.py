@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -298,6 +300,19 @@ def test_where_a_worker_fails_no_batch_is_lost_and_none_repeated(
     lines = assert_the_same(lambda: DataLoader(Failing(fail, fails_from), 4, shuffle=True))
     assert "taken back: a worker failed" in lines.last
     assert not lines.is_changed
+
+
+def test_workers_that_do_not_end_are_not_waited_for(
+    always_tries: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's handler of a dead worker may leave the lock of a queue taken, for which the loader's end then waits."""
+    always_tries(LoaderWorkers(2))
+    monkeypatch.setattr("lightning_accel.data.worker_epoch._ENDING_S", 0.1)
+    has_ended = threading.Event()
+    monkeypatch.setattr(traceback, "clear_frames", lambda frames: has_ended.wait())
+    lines = assert_the_same(lambda: DataLoader(Failing(_raise, 17), 4, shuffle=True))
+    has_ended.set()
+    assert "taken back: a worker failed" in lines.last
 
 
 @pytest.mark.medium

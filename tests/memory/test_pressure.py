@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def pressure(monkeypatch: pytest.MonkeyPatch) -> Pressure:
     """On a machine with room, without a limit of this process's own."""
-    monkeypatch.setattr("lightning_accel.memory.pressure.has_limit_of_its_own", lambda: False)
+    monkeypatch.setattr("lightning_accel.memory.pressure.own_limits", lambda: [])
     monkeypatch.setattr("lightning_accel.memory.pressure.limit_bytes", lambda device: 1 << 50)
     return Pressure(CPU)
 
@@ -41,7 +41,7 @@ def test_where_the_system_does_not_tell_how_much_memory_there_is_the_run_goes_on
 
 
 def test_a_process_with_a_limit_is_always_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_accel.memory.pressure.has_limit_of_its_own", lambda: True)
+    monkeypatch.setattr("lightning_accel.memory.pressure.own_limits", lambda: [1])
     pressure = Pressure(CPU)
     assert all(pressure.may_run_out(torch.ones(4)) for _ in range(6))
 

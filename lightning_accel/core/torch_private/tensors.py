@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
@@ -29,11 +29,6 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 Autograd checks it for the tensors it saves; whoever saves tensors instead must do the same. Without it nothing is
 offloaded.
 """
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns the versions of several tensors. Runs at every step, so it avoids one call for each."""
-    return [tensor._version for tensor in tensors]
 
 
 def set_version(tensor: Tensor, version: int) -> None:

@@ -42,16 +42,13 @@ def closing_ranges() -> Iterator[None]:
     crashes then or later. Torch's own range around an optimizer step is open if forward and backward are called inside
     that step. Ending a range twice is harmless.
     """
+    enter: Callable[[Any], Any] = profiler.record_function.__enter__
 
-    def tracking(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def __enter__(self: profiler.record_function) -> Any:  # noqa: N807
-            entered.callback(self.__exit__, None, None, None)
-            return original(self)
+    def __enter__(self: profiler.record_function) -> Any:  # noqa: N807
+        entered.callback(self.__exit__, None, None, None)
+        return enter(self)
 
-        return __enter__
-
-    kind = profiler.record_function
-    patch = AttributePatch("", "tracks ranges", kind, "__enter__", tracking(kind.__enter__))
+    patch = AttributePatch("", "tracks ranges", profiler.record_function, "__enter__", __enter__)
     with ExitStack() as entered, applied(patch):
         yield
 
@@ -65,16 +62,13 @@ def giving_way(end: Callable[[], Any], lose: Callable[[], Any]) -> Iterator[None
         lose: Called when a profiler begins that was created before ours. Ours has been cancelled: stop it, and read no
             results, which would crash the process (torch 2.13).
     """
+    make: Callable[..., None] = profiler.profile.__init__
 
-    def made(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            end()
-            original(self, *args, **kwargs)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        end()
+        make(self, *args, **kwargs)
 
-        return __init__
-
-    with ExitStack() as stack:
-        patch = AttributePatch("", "makes way", profiler.profile, "__init__", made(profiler.profile.__init__))
-        stack.enter_context(applied(patch))
+    patch = AttributePatch("", "makes way", profiler.profile, "__init__", __init__)
+    with applied(patch), ExitStack() as stack:
         stack.callback(before_profilers(lose))
         yield

@@ -17,7 +17,7 @@ from lightning_accel.lightning.met_programs import Program
 from lightning_accel.lightning.oom_recovery import OomRecovery
 from lightning_accel.lightning.run_engine import RunEngine
 from lightning_accel.lightning.start_rules import may_lack_memory
-from lightning_accel.lightning.step_outputs import StepOutputs
+from lightning_accel.lightning.step_outputs import LOOKING, StepOutputs
 from lightning_accel.lightning.step_retry import StepRetry
 from lightning_accel.step.layers import Layer, StepPipeline
 from lightning_accel.technique_run import Decisions
@@ -145,7 +145,7 @@ class Run:
             self.mend()
             self._look_s = seconds() - began
             if self._purse is not None:
-                self._purse.pay("looking for what outlives a step", self._look_s)
+                self._purse.pay(LOOKING, self._look_s)
         if self._purse is None or may_lack_memory(self.engine.context.device):
             return
         with self._purse.paying("switching"):

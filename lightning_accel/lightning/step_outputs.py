@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,6 +32,7 @@ from lightning_accel.techniques.layout_modes import LayoutDraws
 from lightning_accel.techniques.memory_format import MemoryFormat
 
 DRAWS_GOING_BACKWARD = "a hook on the backward pass draws random numbers, in the order of memory"
+LOOKING = "looking for what outlives a step"  # a purpose of the run's purse
 _DRAWS_AFTERWARDS = "random numbers are drawn between the backward pass and the end of the optimizer's step"
 
 
@@ -165,15 +166,20 @@ class StepOutputs(Layer):
         self._leaving |= self._brought_to_plain(_Form(self._precision.chosen_dtype, self._was_laid_out))
         return list(self._leaving)
 
-    def _find_own(self, earlier: Sequence[Tensor] = ()) -> None:
-        """Notes tensors in such forms as the user's own, but for earlier ones. A 16-bit one rules out our precision."""
+    def _find_own(self, earlier: Sequence[Tensor] = ()) -> bool:
+        """Notes tensors in such forms as the user's own, but for earlier ones. A 16-bit one rules out our precision.
+
+        Returns:
+            Whether there are any.
+        """
         self._own = WeakValueDictionary() if self._own is None else self._own
         form, known = _Form(self._precision.chosen_dtype, is_laid_out=True), set(map(id, earlier))
-        for way, tensor in self._left_behind(form):
-            if id(tensor) not in known:
-                self._own[id(tensor)] = tensor
-                if form.technique(tensor) == "precision":
-                    self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
+        found = [(way, tensor) for way, tensor in self._left_behind(form) if id(tensor) not in known]
+        for way, tensor in found:
+            self._own[id(tensor)] = tensor
+            if form.technique(tensor) == "precision":
+                self._leaving["precision"] = f"{way} is in {str(tensor.dtype).removeprefix('torch.')} of its own"
+        return bool(found)
 
     @contextmanager
     def _noting(self, hook: str) -> Iterator[None]:
@@ -182,12 +188,13 @@ class StepOutputs(Layer):
         if self._own is None or not (hook in self._makers or self._hooks[hook].bit_count() == 1):
             yield
             return
-        earlier = [tensor for _, tensor in self._left_behind(_Form(self._precision.chosen_dtype, is_laid_out=True))]
-        num_known = len(self._own)
+        purse, form = self._engine.purse, _Form(self._precision.chosen_dtype, is_laid_out=True)
+        with nullcontext() if purse is None else purse.paying(LOOKING):
+            earlier = [tensor for _, tensor in self._left_behind(form)]
         yield
-        self._find_own(earlier)
-        if len(self._own) > num_known:
-            self._makers.add(hook)
+        with nullcontext() if purse is None else purse.paying(LOOKING):
+            if self._find_own(earlier):
+                self._makers.add(hook)
 
     def _is_in_sight(self, form: _Form) -> bool:
         """Returns whether a module attribute, or the end of a list, is in a form: a cheap check for every step."""

@@ -167,11 +167,7 @@ class StepOutputs(Layer):
         return list(self._leaving)
 
     def _find_own(self, earlier: Sequence[Tensor] = ()) -> bool:
-        """Notes tensors in such forms as the user's own, but for earlier ones. A 16-bit one rules out our precision.
-
-        Returns:
-            Whether there are any.
-        """
+        """Notes the user's own tensors in such forms: all but earlier ones. A 16-bit one rules out our precision."""
         self._own = WeakValueDictionary() if self._own is None else self._own
         form, known = _Form(self._precision.chosen_dtype, is_laid_out=True), set(map(id, earlier))
         found = [(way, tensor) for way, tensor in self._left_behind(form) if id(tensor) not in known]

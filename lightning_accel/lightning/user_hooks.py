@@ -70,11 +70,7 @@ def _is_noted(hook: str) -> bool:
     return hook.endswith(("_start", "_end")) and "batch" not in hook
 
 
-_MORE_HOOKS = (
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-    "optimizer_zero_grad",
-)  # of a module, in addition to those named on_...
+_MORE_HOOKS = ("configure_gradient_clipping", "lr_scheduler_step", "optimizer_zero_grad")  # beside those named on_...
 
 
 def _hooks_of(owner: LightningModule | Callback, kind: Any) -> list[str]:

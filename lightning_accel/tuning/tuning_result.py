@@ -49,13 +49,13 @@ class Tuning:
         return max(1.0, self.whole.interval.low) if self.whole is not None and self.is_proven else 1.0
 
     def gain_of(self, name: str) -> float:
-        """Returns the factor by which an arm was shown to make steps faster, alone or with the plan; else 1.0."""
+        """Returns the factor by which an arm was measured to make steps faster, alone or with the plan; else 1.0."""
         own = self.results.get(name)
         if name not in self.choices:
             return 1.0
-        if own is not None and own.is_won:
-            return own.interval.ratio
-        return self.gain if self.is_proven_as_a_whole else 1.0
+        if own is None:
+            return self.gain if self.is_proven_as_a_whole else 1.0
+        return max(1.0, own.interval.ratio) if own.is_won or self.is_proven_as_a_whole else 1.0
 
     def is_open_for(self, turns: float) -> bool:
         """Returns whether nothing was chosen so far and a run of so many turns can afford more trials."""

@@ -46,6 +46,7 @@ def test_an_arm_that_seems_to_gain_stays_in_a_plan_that_has_won_and_in_no_other(
     won = SimulatedRun({"attention": 1.3} | arms, turns=300, noise=0.06, seed=seed).run()
     assert won.results["copies"].verdict == "cannot tell"
     assert won.choices == {"attention": "on", "copies": "on"}
+    assert won.gain_of("copies") == won.results["copies"].interval.ratio  # not what the plan as a whole gains
     lost = SimulatedRun({"slow": 0.7} | arms, turns=300, noise=0.06, seed=seed).run()
     assert lost.results["copies"].verdict == "cannot tell"
     assert not lost.choices
